@@ -1,0 +1,1 @@
+"""kvloop: KV reuse across turns on prefill/decode-disaggregated vLLM."""

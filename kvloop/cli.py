@@ -1,0 +1,4 @@
+"""Command line; see kvloop --help."""
+
+
+def main() -> None: ...

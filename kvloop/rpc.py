@@ -1,0 +1,46 @@
+"""How kvloop opens gRPC channels: one place for limits, keepalive and retries."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import grpc
+
+from kvloop.errors import from_rpc_error
+
+MAX_MESSAGE_BYTES = 128 * 1024 * 1024
+"""Largest message on any hop. Block lists and token digests of a 1M-token
+context take about 2 MiB; prompts with images take tens. gRPC's default of 4 MiB
+is too small for both."""
+
+OPTIONS: list[tuple[str, int | str]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_retries", 0),
+]
+"""Channel options. Retries are off: whether a call may be repeated is decided
+where the meaning of the call is known."""
+
+
+@asynccontextmanager
+async def open_channel(target: str) -> AsyncIterator[grpc.aio.Channel]:
+    """An insecure channel to host:port, closed on exit."""
+    async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel:
+        yield channel
+
+
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Turn gRPC errors raised inside into kvloop errors."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error

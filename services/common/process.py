@@ -1,0 +1,44 @@
+"""What every service process does: logging, signals, one task group."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+
+def setup_logging(*, level: str, json: bool) -> None:
+    """Log events to stderr, as JSON lines or for people."""
+    renderer: structlog.types.Processor = (
+        structlog.processors.JSONRenderer()
+        if json
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+async def run_until_signal(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run `serve(stop)` with `stop` set on SIGTERM or SIGINT.
+
+    A second signal does not cut the shutdown short; SIGKILL does.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    await serve(stop)

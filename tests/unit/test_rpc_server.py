@@ -1,0 +1,109 @@
+"""Errors raised below the gRPC edge reach the caller as the same class."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from kvloop import rpc
+from kvloop.errors import (
+    ConflictError,
+    InternalError,
+    InvalidFieldError,
+    ModelNotFoundError,
+    UnavailableError,
+)
+from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
+from services.common import rpc_server
+
+
+class _Ledger(ledger_pb2_grpc.LedgerServiceServicer):
+    """Raises whatever the test asks for."""
+
+    error: Exception = ValueError("secret detail")
+
+    async def TakeHandle(self, request, context):
+        raise self.error
+
+    async def WatchReleases(self, request, context):
+        yield ledger_pb2.WatchReleasesResponse(revision=1)
+        raise self.error
+
+
+async def _call(error: Exception) -> None:
+    servicer = _Ledger()  # type: ignore[abstract]
+    servicer.error = error
+    async with (
+        rpc_server.serve(
+            "127.0.0.1:0",
+            lambda server: ledger_pb2_grpc.add_LedgerServiceServicer_to_server(servicer, server),
+            [ledger_pb2.DESCRIPTOR.services_by_name["LedgerService"]],
+            grace_seconds=0,
+        ) as port,
+        rpc.open_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stub = ledger_pb2_grpc.LedgerServiceStub(channel)
+        with rpc.typed_errors():
+            await stub.TakeHandle(ledger_pb2.TakeHandleRequest())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidFieldError("messages is empty", field="messages"),
+        ModelNotFoundError("no worker serves 'x'", model="x"),
+        ConflictError("newer turn", reason="TURN_SUPERSEDED", turn=3),
+        UnavailableError("draining", reason="DRAINING"),
+    ],
+)
+async def test_error_class_reason_and_metadata_survive_the_wire(error) -> None:
+    with pytest.raises(type(error)) as caught:
+        await _call(error)
+    assert caught.value.reason == error.reason
+    assert caught.value.metadata == error.metadata
+    assert caught.value.message == error.message
+
+
+async def test_a_defect_becomes_internal_without_its_text() -> None:
+    with pytest.raises(InternalError) as caught:
+        await _call(ValueError("secret detail"))
+    assert "secret" not in caught.value.message
+
+
+async def test_error_after_the_first_stream_message_keeps_the_message() -> None:
+    servicer = _Ledger()  # type: ignore[abstract]
+    servicer.error = ConflictError("later")
+    async with (
+        rpc_server.serve(
+            "127.0.0.1:0",
+            lambda server: ledger_pb2_grpc.add_LedgerServiceServicer_to_server(servicer, server),
+            [ledger_pb2.DESCRIPTOR.services_by_name["LedgerService"]],
+            grace_seconds=0,
+        ) as port,
+        rpc.open_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stub = ledger_pb2_grpc.LedgerServiceStub(channel)
+        messages = aiter(stub.WatchReleases(ledger_pb2.WatchReleasesRequest()))
+        assert (await anext(messages)).revision == 1
+        with pytest.raises(ConflictError), rpc.typed_errors():
+            await anext(messages)
+
+
+async def test_unreachable_peer_is_unavailable() -> None:
+    async with rpc.open_channel("127.0.0.1:1") as channel:
+        stub = ledger_pb2_grpc.LedgerServiceStub(channel)
+        with pytest.raises(UnavailableError), rpc.typed_errors():
+            await stub.TakeHandle(ledger_pb2.TakeHandleRequest())
+
+
+async def test_second_server_on_the_same_port_is_refused() -> None:
+    def add(server: grpc.aio.Server) -> None:
+        ledger_pb2_grpc.add_LedgerServiceServicer_to_server(
+            _Ledger(),  # type: ignore[abstract]
+            server,
+        )
+
+    async with rpc_server.serve("127.0.0.1:0", add, [], grace_seconds=0) as port:
+        with pytest.raises(OSError, match="cannot listen"):
+            async with rpc_server.serve(f"127.0.0.1:{port}", add, [], grace_seconds=0):
+                pass
