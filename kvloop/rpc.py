@@ -22,8 +22,10 @@ OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Despite its name this is how long one attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # Calls fail at once while a peer is away, so look for it often.
+    ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_retries", 0),
 ]
 """Channel options. Retries are off: whether a call may be repeated is decided

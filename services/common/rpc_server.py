@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
@@ -76,10 +77,15 @@ def _wrap_unary(method: str, inner: Any) -> Any:
 
 
 def _wrap_stream(method: str, inner: Any) -> Any:
+    if not inspect.isasyncgenfunction(inner):
+        # Writes through the context, as the health service's Watch does.
+        return _wrap_unary(method, inner)
+
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            async for response in inner(request, context):
-                yield response
+            async with aclosing(inner(request, context)) as responses:
+                async for response in responses:
+                    yield response
         except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
             raise
         except Exception as error:
@@ -127,6 +133,9 @@ async def serve(
         options=[
             *rpc.OPTIONS,
             ("grpc.so_reuseport", 0),
+            # By default gRPC cancels calls at random once 1000 wait to be accepted.
+            ("grpc.server.max_pending_requests", 20_000),
+            ("grpc.server.max_pending_requests_hard_limit", 40_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvloop import rpc
 from kvloop.errors import (
@@ -87,6 +88,18 @@ async def test_error_after_the_first_stream_message_keeps_the_message() -> None:
         assert (await anext(messages)).revision == 1
         with pytest.raises(ConflictError), rpc.typed_errors():
             await anext(messages)
+
+
+async def test_health_can_be_watched() -> None:
+    async with (
+        rpc_server.serve("127.0.0.1:0", lambda _: None, [], grace_seconds=0) as port,
+        rpc.open_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+        status = await anext(aiter(watch))
+        assert status.status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
 
 
 async def test_unreachable_peer_is_unavailable() -> None:

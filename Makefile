@@ -1,0 +1,101 @@
+# Every target does all of its own set-up: a virtual environment in .venv, pinned
+# packages, generated protobuf code, and a tiny model. Stamps make later runs skip
+# what is done. `make help` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# Interpreter that .venv is made from; 3.11 or newer.
+PYTHON ?= python3
+# Model to serve: a folder or a hub name. The default is made here.
+MODEL ?= .models/tiny
+# Build of vLLM: cuda with an NVIDIA GPU, otherwise cpu.
+ENGINE ?= $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
+# Further arguments: `make test ARGS='-k ledger'`, `make up ARGS='--prefill 2'`.
+ARGS ?=
+
+VENV := .venv
+STAMPS := $(VENV)/stamps
+BUF_VERSION := 1.75.0
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+PINS := -r requirements/kvloop.txt -r requirements/dev.txt
+PROTOS := $(shell find protos -name '*.proto')
+
+# protoc finds its plugins, and child processes find this Python, on the path.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: help demo up test test-fast lint protos setup clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@echo
+	@echo "Variables: MODEL=$(MODEL) ENGINE=$(ENGINE) PYTHON=$(PYTHON) ARGS=$(ARGS)"
+
+demo: setup ## one conversation with reuse off and on, in a table (about 2 minutes)
+	kvloop demo --model '$(MODEL)' $(ARGS)
+
+up: setup ## a whole stack on this machine, until Ctrl-C
+	kvloop up --model '$(MODEL)' $(ARGS)
+
+test: setup ## all tests, those on real engines included
+	python -m pytest $(ARGS)
+
+test-fast: setup ## all tests but those on real engines
+	python -m pytest --ignore=tests/engine $(ARGS)
+
+lint: setup .tools/buf-$(BUF_VERSION) ## formatting, style, types, protos, import rules
+	ruff format --check
+	ruff check
+	mypy
+	lint-imports
+	.ci/lint-protos
+
+protos: $(STAMPS)/engine-$(ENGINE) ## generate the protobuf code again
+	python hatch_build.py
+
+setup: $(STAMPS)/protos $(if $(filter .models/tiny,$(MODEL)),.models/tiny/kvloop-tiny-model.json)
+
+clean: ## remove everything that make made
+	rm -rf .venv .models .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find kvloop -name '*_pb2.py*' -delete -o -name '*_pb2_grpc.py*' -delete
+
+$(STAMPS)/venv:
+	.ci/preflight '$(PYTHON)' $(ENGINE)
+	rm -rf $(VENV)
+	'$(PYTHON)' -m venv $(VENV)
+	mkdir -p $(STAMPS)
+	touch $@
+
+# Why --no-deps, and why torch comes last: see the head of engine-cpu.txt.
+$(STAMPS)/engine-cpu: requirements/engine-cpu.txt requirements/kvloop.txt requirements/dev.txt $(STAMPS)/venv
+	@echo "installing vLLM for the CPU and everything else, about 2.5 GB; 3 to 4 minutes"
+	$(PIP) install --quiet --no-deps -r requirements/engine-cpu.txt $(PINS)
+	$(PIP) install --quiet -c requirements/engine-cpu.txt torch
+	touch $@
+
+$(STAMPS)/engine-cuda: requirements/engine-cuda.txt requirements/kvloop.txt requirements/dev.txt $(STAMPS)/venv
+	@echo "installing vLLM for CUDA and everything else, about 10 GB"
+	$(PIP) install --quiet -r requirements/engine-cuda.txt $(PINS)
+	touch $@
+
+# Installing generates the protobuf code.
+$(STAMPS)/kvloop: pyproject.toml $(STAMPS)/engine-$(ENGINE)
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(STAMPS)/protos: $(PROTOS) hatch_build.py $(STAMPS)/kvloop
+	python hatch_build.py
+	touch $@
+
+.models/tiny/kvloop-tiny-model.json: services/worker/tiny_model.py $(STAMPS)/protos
+	python -m services.worker.tiny_model .models/tiny
+	touch $@
+
+.tools/buf-$(BUF_VERSION):
+	mkdir -p .tools
+	if command -v npm >/dev/null; then \
+	  npm install --silent --no-fund --no-audit --no-save --prefix .tools @bufbuild/buf@$(BUF_VERSION); \
+	  touch $@; \
+	fi

@@ -1,4 +1,0 @@
-"""Command line; see kvloop --help."""
-
-
-def main() -> None: ...

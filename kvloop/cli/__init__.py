@@ -1,0 +1,53 @@
+"""The command `kvloop`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import typer
+
+from kvloop.cli import chat, demo, generate, tables, up
+from kvloop.cli.exits import exit_status, explain
+from kvloop.errors import KvloopError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="""\
+    Multi-turn generation on prefill/decode-disaggregated vLLM, with the KV of
+    earlier turns reused.
+
+    \b
+    Start here:
+      kvloop up                      a whole stack on this machine
+      kvloop chat                    talk to it, in another terminal
+      kvloop demo                    what reuse gains, measured here
+
+    \b
+    Exit status:
+      0    done
+      1    a turn or a process failed, or the demo's check did
+      2    wrong usage, or a value was refused (the message names the field)
+      3    a service cannot be reached, or did not answer in time
+      130  interrupted
+    """,
+)
+app.command("up")(up.up)
+app.command("demo")(demo.demo)
+app.command("chat")(chat.chat)
+app.command("generate")(generate.generate)
+app.command("conversations")(tables.conversations)
+app.command("workers")(tables.workers)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command; failures end in plain words and an exit status."""
+    try:
+        app(args=arguments)
+    except KvloopError as error:
+        sys.stderr.write(explain(error) + "\n")
+        sys.exit(exit_status(error))
+    sys.exit(0)

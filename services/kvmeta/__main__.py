@@ -1,0 +1,58 @@
+"""`python -m services.kvmeta`: settings, logging, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import structlog
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from kvloop.errors import KvloopError
+from services.common.process import run_until_signal, setup_logging
+from services.kvmeta import app
+from services.kvmeta.settings import KvmetaSettings
+
+_log = structlog.get_logger(__name__)
+
+
+async def _serve(settings: KvmetaSettings, stop: asyncio.Event) -> None:
+    async with app.build(settings) as kvmeta:
+        _log.info(
+            "kvmeta_serving",
+            listen=settings.listen,
+            port=kvmeta.port,
+            metrics_port=kvmeta.metrics_port,
+        )
+        await stop.wait()
+        _log.info("kvmeta_stopping", grace_seconds=settings.shutdown_grace_seconds)
+
+
+def main() -> int:
+    """Run kvmeta until SIGTERM or SIGINT; return the exit status.
+
+    1: the database or the address made starting pointless; the log says why.
+    2: the settings are wrong.
+    """
+    try:
+        settings = CliApp.run(KvmetaSettings)
+    except ValidationError as error:
+        for problem in error.errors():
+            where = "".join(f"--{str(part).replace('_', '-')}: " for part in problem["loc"])
+            sys.stderr.write(f"{where}{problem['msg']}\n")
+        return 2
+    setup_logging(level=settings.log_level, json=settings.log_json)
+    status = 0
+    try:
+        asyncio.run(run_until_signal(lambda stop: _serve(settings, stop)))
+    except* (KvloopError, OSError) as failures:
+        for failure in failures.exceptions:
+            reason = getattr(failure, "reason", type(failure).__name__)
+            _log.error("kvmeta_failed", reason=reason, error=str(failure))
+        status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

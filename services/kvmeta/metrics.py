@@ -1,0 +1,105 @@
+"""What kvmeta counts. Every way to miss or to lose has a name here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, start_http_server
+
+from services.common.addresses import split_host_port
+from services.kvmeta.model import MissReason
+from services.kvmeta.store import Swept
+
+
+class CommitOutcome(StrEnum):
+    """What became of a commit."""
+
+    STORED = "stored"
+    REPEATED = "repeated"
+    SUPERSEDED = "superseded"
+    ENDED = "ended"
+    ENGINE_GONE = "engine_gone"
+    TOO_MANY_CONVERSATIONS = "too_many_conversations"
+    PARAMS_TOO_LARGE = "params_too_large"
+
+
+class KvmetaMetrics:
+    """Counters of one kvmeta process, on the registry given."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._takes = Counter(
+            "kvloop_kvmeta_takes",
+            "TakeHandle calls: hit, or the reason of the miss.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._commits = Counter(
+            "kvloop_kvmeta_commits",
+            "CommitTurn calls by outcome.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._returns = Counter(
+            "kvloop_kvmeta_returns", "Handles given back.", ["held"], registry=registry
+        )
+        self._swept = Counter(
+            "kvloop_kvmeta_swept_rows",
+            "Conversations swept: expired unused, spent without a commit, forgotten.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._voided = Counter(
+            "kvloop_kvmeta_voided_handles",
+            "Handles that became VOID because their engine was replaced, or because "
+            "the ledger could not trust its past.",
+            registry=registry,
+        )
+        self._leases_ended = Counter(
+            "kvloop_kvmeta_leases_ended", "Leases that ran out.", registry=registry
+        )
+
+    def took(self, reason: MissReason | None) -> None:
+        """Count a take: a hit if there is no reason."""
+        self._takes.labels("hit" if reason is None else reason.value.lower()).inc()
+
+    def committed(self, outcome: CommitOutcome) -> None:
+        """Count a commit."""
+        self._commits.labels(outcome.value).inc()
+
+    def returned(self, *, held: bool) -> None:
+        """Count a handle given back; `held`: by its holder."""
+        self._returns.labels("true" if held else "false").inc()
+
+    def swept(self, swept: Swept) -> None:
+        """Count what one sweep did."""
+        self._swept.labels("expired").inc(swept.expired)
+        self._swept.labels("spent").inc(swept.spent)
+        self._swept.labels("forgotten").inc(swept.forgotten)
+
+    def voided(self, handles: int) -> None:
+        """Count handles that became VOID."""
+        self._voided.inc(handles)
+
+    def leases_ended(self, leases: int) -> None:
+        """Count leases that ran out."""
+        self._leases_ended.inc(leases)
+
+
+@contextmanager
+def expose(registry: CollectorRegistry, address: str) -> Iterator[int]:
+    """Serve the counters over HTTP while the block runs; yields the port.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    host, port = split_host_port(address)
+    server, thread = start_http_server(port, host, registry)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,146 @@
+"""Settings of kvmeta: flags, or environment variables KVLOOP_KVMETA_*."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import sqlalchemy as sa
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from services.common.addresses import split_host_port
+from services.kvmeta.model import MICROSECONDS
+from services.kvmeta.rules import Policy
+
+
+class KvmetaSettings(BaseSettings):
+    """The conversation ledger and the worker registry of kvloop."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVLOOP_KVMETA_",
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_implicit_flags=True,
+        cli_prog_name="python -m services.kvmeta",
+        cli_avoid_json=True,
+    )
+
+    listen: str = "127.0.0.1:7200"
+    """host:port of the gRPC server; port 0 takes a free one."""
+
+    database_url: str = "sqlite:///kvmeta.db"
+    """Where the ledger is kept: sqlite:///FILE (one process),
+    postgresql://USER@HOST/NAME (any number of processes), or memory: (forgotten
+    at exit). A driver in the scheme, as in sqlite+aiosqlite, is ignored."""
+
+    metrics_listen: str | None = None
+    """host:port of the Prometheus endpoint; none if absent."""
+
+    postgres_pool_size: int = Field(default=16, ge=1, le=256)
+    """Connections to PostgreSQL."""
+
+    handle_margin_seconds: float = Field(default=5, ge=0)
+    """Handles stop being given out this long before the engine drops the blocks
+    by itself, or a tenth of the engine's TTL before, whichever is less."""
+
+    handle_ttl_seconds: float | None = Field(default=None, gt=0)
+    """How long handles are given out after a commit, for conversations without a
+    TTL of their own. Unset: as long as the engine allows. Workers whose engine
+    keeps blocks for less are refused."""
+
+    lease_ttl_seconds: float = Field(default=15, gt=0)
+    """Lease of a worker that asks for none."""
+
+    min_lease_ttl_seconds: float = Field(default=1, gt=0)
+    """Shortest lease granted; shorter wishes are raised to it."""
+
+    max_lease_ttl_seconds: float = Field(default=300, gt=0)
+    """Longest lease granted; longer wishes are lowered to it."""
+
+    max_params_bytes: int = Field(default=64 * 1024 * 1024, ge=1, le=100 * 1024 * 1024)
+    """Largest transfer params of one handle. Block lists and digests of a
+    1M-token context take about 2 MiB."""
+
+    max_conversations_per_tenant: int = Field(default=1_000_000, ge=1)
+    """Conversations that the ledger remembers for one tenant, dead ones included."""
+
+    sweep_interval_seconds: float = Field(default=1, gt=0)
+    """How often expired handles and leases are looked for."""
+
+    sweep_batch_rows: int = Field(default=100, ge=1, le=10_000)
+    """Rows that one transaction of the sweeper changes; takes go on in between."""
+
+    dead_retention_seconds: float = Field(default=7200, gt=0)
+    """How long a conversation without a usable handle, or a removed worker, is
+    remembered. Must exceed the longest turn: a turn that commits after its
+    conversation was forgotten cannot be told from a new one."""
+
+    release_retention_seconds: float = Field(default=600, gt=0)
+    """How long a release is remembered after the engine dropped the blocks itself."""
+
+    watch_poll_seconds: float = Field(default=1, gt=0)
+    """How often watchers look for changes that other processes made."""
+
+    clock_mark_seconds: float = Field(default=1, gt=0)
+    """How often the ledger's time is stored."""
+
+    shutdown_grace_seconds: float = Field(default=1, ge=0)
+    """Time that calls in flight get when the process is asked to stop."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log events shown."""
+
+    log_json: bool = False
+    """Log JSON lines instead of text for people."""
+
+    @field_validator("listen", "metrics_listen")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            split_host_port(value)
+        return value
+
+    @field_validator("database_url")
+    @classmethod
+    def _database_is_supported(cls, value: str) -> str:
+        if value == "memory:":
+            return value
+        try:
+            url = sa.make_url(value)
+        except sa.exc.ArgumentError as error:
+            raise ValueError(f"{value!r} is not a database URL") from error
+        if url.get_backend_name() == "sqlite":
+            if url.database in (None, "", ":memory:"):
+                raise ValueError("a SQLite URL needs a file, as in sqlite:///kvmeta.db")
+        elif url.get_backend_name() != "postgresql":
+            raise ValueError(f"{url.get_backend_name()} is not supported; use sqlite or postgresql")
+        return value
+
+    @model_validator(mode="after")
+    def _lease_bounds_are_ordered(self) -> Self:
+        shortest, longest = self.min_lease_ttl_seconds, self.max_lease_ttl_seconds
+        if not shortest <= self.lease_ttl_seconds <= longest:
+            raise ValueError(
+                f"lease_ttl_seconds is {self.lease_ttl_seconds:g}, not between "
+                f"min_lease_ttl_seconds ({shortest:g}) and max_lease_ttl_seconds ({longest:g})"
+            )
+        return self
+
+    def policy(self) -> Policy:
+        """The durations and limits that the rules need."""
+        handle_ttl = self.handle_ttl_seconds
+        return Policy(
+            handle_margin_us=microseconds(self.handle_margin_seconds),
+            handle_ttl_us=None if handle_ttl is None else microseconds(handle_ttl),
+            dead_retention_us=microseconds(self.dead_retention_seconds),
+            release_retention_us=microseconds(self.release_retention_seconds),
+            max_conversations=self.max_conversations_per_tenant,
+        )
+
+
+def microseconds(seconds: float) -> int:
+    """Seconds as integer microseconds."""
+    return round(seconds * MICROSECONDS)

@@ -1,0 +1,48 @@
+"""`python -m services.router`: settings, logging, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import structlog
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from services.common.process import run_until_signal, setup_logging
+from services.router import app
+from services.router.settings import RouterSettings
+
+_log = structlog.get_logger(__name__)
+
+
+async def _serve(settings: RouterSettings, stop: asyncio.Event) -> None:
+    async with app.build(settings) as router:
+        _log.info(
+            "router_serving",
+            listen=settings.listen,
+            port=router.port,
+            kvmeta=settings.kvmeta,
+            metrics_port=router.metrics_port,
+        )
+        await stop.wait()
+        _log.info("router_stopping", grace_seconds=settings.shutdown_grace_seconds)
+
+
+def main() -> None:
+    """Run a router until SIGTERM or SIGINT."""
+    try:
+        settings = CliApp.run(RouterSettings)
+    except ValidationError as error:
+        sys.exit(f"python -m services.router: {error}")
+    setup_logging(level=settings.log_level, json=settings.log_json)
+    failure: str | None = None
+    try:
+        asyncio.run(run_until_signal(lambda stop: _serve(settings, stop)))
+    except* OSError as errors:  # an address that is taken is no defect: no traceback
+        failure = "; ".join(str(error) for error in errors.exceptions)
+    sys.exit(failure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Builds a router from its settings: the only place that knows every part."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from kvloop import rpc
+from kvloop.router.v1 import router_pb2, router_pb2_grpc
+from services.common import rpc_server
+from services.router import metrics as router_metrics
+from services.router.deadline import Clock
+from services.router.decode_leg import DecodeLeg
+from services.router.explain import Explainer
+from services.router.handles import HandleDesk
+from services.router.ledger import GrpcLedger, Ledger
+from services.router.length import LengthCheck
+from services.router.metrics import RouterMetrics
+from services.router.policy import Rng
+from services.router.prefill_leg import PrefillLeg
+from services.router.registry import Backoff, GrpcRegistry, Registry, RegistryFollower
+from services.router.service import RouterService
+from services.router.settings import RouterSettings
+from services.router.turn import TurnPipeline
+from services.router.workers import Connect, WorkerPool, connect_over_grpc
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router that serves."""
+
+    port: int
+    """Port of the gRPC server."""
+    metrics_port: int | None
+    """Port of the Prometheus endpoint, if there is one."""
+    metrics: RouterMetrics
+    """Its counters."""
+    pool: WorkerPool
+    """The workers it knows."""
+    follower: RegistryFollower
+    """What keeps them up to date."""
+
+
+@asynccontextmanager
+async def build(
+    settings: RouterSettings,
+    *,
+    clock: Clock = time.monotonic,
+    rng: Rng = random.random,
+    ledger: Ledger | None = None,
+    registry: Registry | None = None,
+    connect: Connect = connect_over_grpc,
+) -> AsyncIterator[Router]:
+    """Serve turns while the block runs.
+
+    At the end new turns are refused, those in flight get
+    `shutdown_grace_seconds`, then unused handles go back and channels close.
+
+    Args:
+        settings: the router's settings.
+        clock: seconds on a clock that never goes back.
+        rng: random numbers in [0, 1), to break ties between workers.
+        ledger: the conversation ledger; kvmeta's if omitted.
+        registry: the worker registry; kvmeta's if omitted.
+        connect: opens a channel to a worker.
+
+    Raises:
+        OSError: an address cannot be bound.
+    """
+    metrics = RouterMetrics(CollectorRegistry())
+    async with AsyncExitStack() as stack:
+        kvmeta = await stack.enter_async_context(rpc.open_channel(settings.kvmeta))
+        ledger = ledger or GrpcLedger(kvmeta)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+
+        pool = WorkerPool(
+            tasks,
+            clock=clock,
+            cooldown_seconds=settings.worker_cooldown_seconds,
+            grace_seconds=settings.worker_grace_seconds,
+            connect=connect,
+        )
+        stack.push_async_callback(pool.aclose)
+        follower = RegistryFollower(
+            registry or GrpcRegistry(kvmeta),
+            pool,
+            backoff=Backoff(settings.registry_retry_seconds, settings.registry_retry_max_seconds),
+            rng=rng,
+        )
+        following = tasks.create_task(follower.run(), name="follow registry")
+        stack.callback(following.cancel)
+
+        service = _service(settings, pool, ledger, metrics, tasks, clock=clock, rng=rng)
+        metrics_port = (
+            stack.enter_context(router_metrics.expose(metrics.registry, settings.metrics_listen))
+            if settings.metrics_listen is not None
+            else None
+        )
+        port = await stack.enter_async_context(
+            rpc_server.serve(
+                settings.listen,
+                lambda server: router_pb2_grpc.add_RouterServiceServicer_to_server(service, server),
+                [router_pb2.DESCRIPTOR.services_by_name["RouterService"]],
+                grace_seconds=settings.shutdown_grace_seconds,
+            )
+        )
+        yield Router(port, metrics_port, metrics, pool, follower)
+
+
+def _service(
+    settings: RouterSettings,
+    pool: WorkerPool,
+    ledger: Ledger,
+    metrics: RouterMetrics,
+    tasks: asyncio.TaskGroup,
+    *,
+    clock: Clock,
+    rng: Rng,
+) -> RouterService:
+    handles = HandleDesk(
+        ledger,
+        metrics,
+        tasks,
+        patience_seconds=settings.ledger_timeout_seconds,
+        call_timeout_seconds=settings.ledger_call_timeout_seconds,
+    )
+    pipeline = TurnPipeline(
+        pool=pool,
+        handles=handles,
+        length=LengthCheck(
+            pool,
+            metrics,
+            bytes_per_token=settings.length_check_bytes_per_token,
+            timeout_seconds=settings.length_check_timeout_seconds,
+        ),
+        prefill=PrefillLeg(
+            pool,
+            handles,
+            metrics,
+            rng=rng,
+            connect_timeout_seconds=settings.connect_timeout_seconds,
+            timeout_seconds=settings.prefill_timeout_seconds,
+        ),
+        decode=DecodeLeg(
+            pool, metrics, rng=rng, connect_timeout_seconds=settings.connect_timeout_seconds
+        ),
+        metrics=metrics,
+        clock=clock,
+        rng=rng,
+    )
+    explainer = Explainer(
+        pool, ledger, rng=rng, timeout_seconds=settings.ledger_call_timeout_seconds
+    )
+    return RouterService(
+        pipeline=pipeline,
+        explainer=explainer,
+        pool=pool,
+        ledger=ledger,
+        metrics=metrics,
+        clock=clock,
+        settings=settings,
+    )

@@ -1,0 +1,133 @@
+"""Says where a turn would go and why, with the pipeline's own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from google.protobuf import duration_pb2
+
+from kvloop.common.v1 import common_pb2
+from kvloop.errors import KvloopError, NotFoundError
+from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
+from kvloop.router.v1 import router_pb2
+from services.router.compatibility import pull_obstacle
+from services.router.identity import conversation_key
+from services.router.ledger import Ledger
+from services.router.policy import Ranked, Rng, first_usable, rank_decode, rank_prefill
+from services.router.turn import admit
+from services.router.workers import WorkerPool
+
+_State = ledger_pb2.Conversation
+_MISSES: dict[int, common_pb2.MissReason.ValueType] = {
+    _State.STATE_AVAILABLE: common_pb2.MISS_REASON_UNSPECIFIED,
+    _State.STATE_TAKEN: common_pb2.MISS_REASON_TAKEN,
+    _State.STATE_SPENT: common_pb2.MISS_REASON_SPENT,
+    _State.STATE_RELEASED: common_pb2.MISS_REASON_RELEASED,
+    _State.STATE_EXPIRED: common_pb2.MISS_REASON_EXPIRED,
+    _State.STATE_VOID: common_pb2.MISS_REASON_VOID,
+}
+
+
+@dataclass(frozen=True)
+class _Retained:
+    """What the ledger would answer to a turn, read without opening one."""
+
+    miss_reason: common_pb2.MissReason.ValueType
+    worker_id: str = ""
+    num_tokens: int = 0
+    remaining_ttl: duration_pb2.Duration | None = None
+
+    @property
+    def available(self) -> bool:
+        return self.miss_reason == common_pb2.MISS_REASON_UNSPECIFIED
+
+
+class Explainer:
+    """Ranks workers for a turn that might come, and changes nothing.
+
+    Args:
+        pool: the live workers.
+        ledger: read only.
+        rng: breaks ties, as it would for the turn.
+        timeout_seconds: how long the ledger may take.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, ledger: Ledger, *, rng: Rng, timeout_seconds: float
+    ) -> None:
+        self._pool = pool
+        self._ledger = ledger
+        self._rng = rng
+        self._timeout_seconds = timeout_seconds
+
+    async def explain(self, model: str, conversation_id: str) -> router_pb2.ExplainRouteResponse:
+        """The ranking of every worker of the model, and what reuse would do.
+
+        Raises:
+            ModelNotFoundError: no worker serves the model.
+            UnavailableError: no worker can take a turn now.
+        """
+        admit(model, self._pool.models())
+        retained = await self._retained(model, conversation_id)
+        decode = rank_decode(
+            self._pool.candidates(model, common_pb2.WORKER_ROLE_DECODE),
+            holder_id=retained.worker_id if retained.available else "",
+            last_id=retained.worker_id,
+            rng=self._rng,
+        )
+        holder = self._pool.find(retained.worker_id) if retained.available else None
+        prefill = rank_prefill(
+            self._pool.candidates(model, common_pb2.WORKER_ROLE_PREFILL),
+            decode=first_usable(decode),
+            holder=holder.worker if holder is not None else None,
+            rng=self._rng,
+        )
+        miss_reason = retained.miss_reason
+        if retained.available and not _can_pull(
+            first_usable(prefill), holder.worker if holder and holder.reachable else None
+        ):
+            miss_reason = common_pb2.MISS_REASON_INCOMPATIBLE
+        return router_pb2.ExplainRouteResponse(
+            candidates=[*_candidates(prefill), *_candidates(decode)],
+            handle_available=retained.available,
+            miss_reason=miss_reason,
+            retained_tokens=retained.num_tokens,
+            remaining_ttl=retained.remaining_ttl,
+        )
+
+    async def _retained(self, model: str, conversation_id: str) -> _Retained:
+        if not conversation_id:
+            return _Retained(common_pb2.MISS_REASON_NO_CONVERSATION)
+        try:
+            found = await self._ledger.get_conversation(
+                conversation_key(model, conversation_id), timeout_seconds=self._timeout_seconds
+            )
+        except NotFoundError:
+            return _Retained(common_pb2.MISS_REASON_FIRST_TURN)
+        except KvloopError:
+            return _Retained(common_pb2.MISS_REASON_LEDGER_UNAVAILABLE)
+        return _Retained(
+            _MISSES.get(found.state, common_pb2.MISS_REASON_FIRST_TURN),
+            worker_id=found.worker_id,
+            num_tokens=found.num_tokens,
+            remaining_ttl=found.remaining_ttl,
+        )
+
+
+def _can_pull(prefill: registry_pb2.Worker | None, holder: registry_pb2.Worker | None) -> bool:
+    return prefill is not None and holder is not None and pull_obstacle(prefill, holder) is None
+
+
+def _candidates(ranking: Iterable[Ranked]) -> list[router_pb2.Candidate]:
+    return [
+        router_pb2.Candidate(
+            worker_id=entry.worker.worker_id,
+            role=entry.worker.role,
+            in_flight=entry.candidate.in_flight,
+            score=entry.score,
+            chosen=place == 0 and entry.usable,
+            reason=entry.reason,
+        )
+        for place, entry in enumerate(ranking)
+    ]

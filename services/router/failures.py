@@ -1,0 +1,39 @@
+"""What a failed call means for the handle, the worker and the next attempt."""
+
+from __future__ import annotations
+
+from kvloop.errors import InvalidFieldError, KvloopError
+
+WORKER_UNREACHABLE = "WORKER_UNREACHABLE"
+"""No connection could be made, so nothing was sent."""
+WORKER_LOST = "WORKER_LOST"
+"""The connection broke under a call; what the worker had done by then is unknown."""
+
+_NOT_REACHED = frozenset({WORKER_UNREACHABLE, "ENGINE_UNREACHABLE", "DRAINING", "WRONG_ROLE"})
+"""The worker says, or it is certain, that its engine never saw the request."""
+_LOST = frozenset({WORKER_LOST, "ENGINE_LOST"})
+"""The worker or its engine went away under a call."""
+
+
+def engine_not_reached(error: KvloopError) -> bool:
+    """True if it is certain that the engine never saw the request."""
+    return error.reason in _NOT_REACHED
+
+
+def is_rejection(error: KvloopError) -> bool:
+    """True if the request itself is at fault, so no worker would take it."""
+    return isinstance(error, InvalidFieldError)
+
+
+def params_unused(error: KvloopError) -> bool:
+    """True if transfer params that came with the call were certainly not used.
+
+    An engine that rejects a request does so before it admits it, hence before
+    its connector sees the params.
+    """
+    return engine_not_reached(error) or is_rejection(error)
+
+
+def worker_is_down(error: KvloopError) -> bool:
+    """True if other turns should avoid the worker for a while."""
+    return engine_not_reached(error) or error.reason in _LOST

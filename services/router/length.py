@@ -1,0 +1,117 @@
+"""Refuses prompts that cannot fit the model's context, before prefill.
+
+The engine checks too, so this only moves the refusal forward, to where nothing
+has been spent yet. It refuses what every engine version refuses: a prompt that
+leaves no room for one token, and more answer tokens than the whole context.
+Prompt plus answer above the context is left alone, because current engines
+shorten the answer instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+
+from kvloop.errors import InvalidFieldError, KvloopError
+from kvloop.kvmeta.v1 import registry_pb2
+from kvloop.worker.v1 import worker_pb2
+from services.router.deadline import Deadline
+from services.router.failures import is_rejection
+from services.router.metrics import Fallback, RouterMetrics
+from services.router.request import TurnRequest
+from services.router.workers import WorkerPool
+
+_log = structlog.get_logger(__name__)
+
+
+def context_limit(workers: Sequence[registry_pb2.Worker]) -> int:
+    """Tokens that prompt and answer may have together on every one of the workers.
+
+    0 if no worker says.
+    """
+    return min((w.traits.max_model_len for w in workers if w.traits.max_model_len), default=0)
+
+
+def refuse_if_too_long(request: TurnRequest, prompt_tokens: int | None, limit: int) -> None:
+    """Refuse what no worker can hold.
+
+    Args:
+        request: the turn.
+        prompt_tokens: exact length of the prompt, or None if it is not known.
+        limit: tokens that prompt and answer may have together.
+
+    Raises:
+        InvalidFieldError: the prompt, or the answer asked for, is too long.
+    """
+    wanted = request.options.max_new_tokens
+    if wanted is not None and wanted > limit:
+        path = request.max_new_tokens_path
+        raise InvalidFieldError(
+            f"{path} is {wanted}, above the model's context of {limit} tokens", field=path
+        )
+    truncated = request.options.truncate_prompt_tokens is not None
+    if prompt_tokens is not None and prompt_tokens >= limit and not truncated:
+        raise InvalidFieldError(
+            f"the prompt has {prompt_tokens} tokens; the model's context of {limit} "
+            "must also hold at least one token of the answer",
+            field=request.prompt_path,
+        )
+
+
+class LengthCheck:
+    """Counts the tokens of long prompts on a decode worker.
+
+    Counting costs one tokenization more, so it is done only where it can pay:
+    text rarely has fewer than 3 bytes per token, hence a body below
+    3 x context is left to the engine's own check. A prompt that slips through
+    is refused by the prefill engine, which costs one tokenization as well and
+    leaves the conversation's handle unused.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerPool,
+        metrics: RouterMetrics,
+        *,
+        bytes_per_token: float,
+        timeout_seconds: float,
+    ) -> None:
+        self._workers = workers
+        self._metrics = metrics
+        self._bytes_per_token = bytes_per_token
+        self._timeout_seconds = timeout_seconds
+
+    async def check(
+        self, request: TurnRequest, decode_worker_id: str, limit: int, deadline: Deadline
+    ) -> None:
+        """Refuse a turn that is too long for the model.
+
+        Raises:
+            InvalidFieldError: it is, or the engine refuses the request as such.
+        """
+        if limit == 0:
+            return
+        tokens = request.prompt_tokens
+        if tokens is None and len(request.body_json) > self._bytes_per_token * limit:
+            tokens = await self._count(request, decode_worker_id, deadline)
+        refuse_if_too_long(request, tokens, limit)
+
+    async def _count(
+        self, request: TurnRequest, decode_worker_id: str, deadline: Deadline
+    ) -> int | None:
+        """The prompt's tokens, or None if the worker could not say."""
+        asked = worker_pb2.CountTokensRequest(api=request.api, body_json=request.body_json)
+        try:
+            with self._workers.use(decode_worker_id) as client:
+                await client.connect(timeout_seconds=deadline.hop_timeout(self._timeout_seconds))
+                timeout = deadline.hop_timeout(self._timeout_seconds)
+                counted = await client.count_tokens(asked, timeout_seconds=timeout)
+        except KvloopError as error:
+            if is_rejection(error):
+                raise
+            deadline.check()
+            self._metrics.fell_back(Fallback.LENGTH_CHECK_SKIPPED)
+            _log.warning("length_check_skipped", worker_id=decode_worker_id, reason=error.reason)
+            return None
+        return counted.num_tokens

@@ -1,0 +1,165 @@
+"""What the router counts. Every miss, fallback and return has a name here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+
+from kvloop.common.v1 import common_pb2
+from services.common.addresses import split_host_port
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_MISS_PREFIX = "MISS_REASON_"
+
+
+class Outcome(Enum):
+    """How a turn ended."""
+
+    ANSWERED = "answered"
+    """The whole answer was sent."""
+    REJECTED = "rejected"
+    """The request was at fault."""
+    FAILED = "failed"
+    """No worker could answer, or the answer broke off."""
+    CANCELLED = "cancelled"
+    """The caller hung up or its deadline passed."""
+
+
+class Fallback(Enum):
+    """A way in which a turn was answered, but not as planned."""
+
+    PREFILL_REPEATED = "prefill_repeated"
+    """A prefill leg failed and was run again."""
+    PREFILL_LEFT_OUT = "prefill_left_out"
+    """No prefill worker could run its leg; the decode worker computed the prompt."""
+    NO_HANDOVER = "no_handover"
+    """A prefill engine handed nothing over; the decode worker computed the prompt."""
+    DECODE_REPEATED = "decode_repeated"
+    """A decode leg failed before its first chunk and was run again."""
+    HANDOVER_DROPPED = "handover_dropped"
+    """The repeated decode leg could not use what the prefill leg had computed."""
+    HOLDER_UNREACHABLE = "holder_unreachable"
+    """The worker that holds the conversation's KV is unknown or unreachable."""
+    HOLDER_RESTARTED = "holder_restarted"
+    """The worker that held the conversation's KV has another engine by now."""
+    NO_COMPATIBLE_PREFILL = "no_compatible_prefill"
+    """No usable prefill worker could pull from the worker that holds the KV."""
+    LENGTH_CHECK_SKIPPED = "length_check_skipped"
+    """A long prompt could not be counted beforehand; the engine checks it."""
+
+
+class HandleReturn(Enum):
+    """What became of a handle that was not used."""
+
+    UNUSED = "unused"
+    """Returned by a turn that had no use for it."""
+    LATE = "late"
+    """Returned because the ledger's answer came after the turn had gone on."""
+    NOT_HELD = "not_held"
+    """The ledger had given it up already."""
+    FAILED = "failed"
+    """The ledger could not be told: the pin stays until its deadline."""
+
+
+class RouterMetrics:
+    """Counters of one router, on the registry given."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._turns = Counter(
+            "kvloop_router_turns", "Turns by how they ended.", ["outcome"], registry=registry
+        )
+        self._misses = Counter(
+            "kvloop_router_misses",
+            "Answered turns that pulled nothing, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self._fallbacks = Counter(
+            "kvloop_router_fallbacks",
+            "Turns that did not go as planned, by cause.",
+            ["cause"],
+            registry=registry,
+        )
+        self._returns = Counter(
+            "kvloop_router_handle_returns",
+            "Handles that were taken and not used, by what became of them.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "kvloop_router_prompt_tokens",
+            "Prompt tokens of prefill legs, by where their KV came from.",
+            ["source"],
+            registry=registry,
+        )
+        self._ttft = Histogram(
+            "kvloop_router_ttft_seconds",
+            "Start of the turn to the first chunk.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._prefill_leg = Histogram(
+            "kvloop_router_prefill_leg_seconds",
+            "Duration of prefill legs.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        for outcome in Outcome:  # so that every label is there from the start
+            self._turns.labels(outcome.value)
+        for fallback in Fallback:
+            self._fallbacks.labels(fallback.value)
+        for handle_return in HandleReturn:
+            self._returns.labels(handle_return.value)
+
+    def turn_ended(self, outcome: Outcome) -> None:
+        """Count one turn."""
+        self._turns.labels(outcome.value).inc()
+
+    def missed(self, reason: common_pb2.MissReason.ValueType) -> None:
+        """Count one answered turn that pulled nothing."""
+        name = common_pb2.MissReason.Name(reason).removeprefix(_MISS_PREFIX)
+        self._misses.labels(name.lower()).inc()
+
+    def fell_back(self, cause: Fallback) -> None:
+        """Count one departure from the plan."""
+        self._fallbacks.labels(cause.value).inc()
+
+    def handle_returned(self, outcome: HandleReturn) -> None:
+        """Count one handle that was taken and not used."""
+        self._returns.labels(outcome.value).inc()
+
+    def prefilled(self, report: common_pb2.PrefillReport, seconds: float) -> None:
+        """Count what one prefill leg did."""
+        self._prompt_tokens.labels("pulled").inc(report.pulled_tokens)
+        self._prompt_tokens.labels("cached").inc(report.cached_tokens)
+        self._prompt_tokens.labels("recomputed").inc(report.recomputed_tokens)
+        self._prefill_leg.observe(seconds)
+
+    def first_chunk(self, ttft_seconds: float) -> None:
+        """Record one time to first token."""
+        self._ttft.observe(ttft_seconds)
+
+
+@contextmanager
+def expose(registry: CollectorRegistry, address: str) -> Iterator[int]:
+    """Serve the metrics over HTTP, from a thread of its own, while the block runs.
+
+    Args:
+        registry: what to serve.
+        address: host:port to listen on; port 0 takes a free one.
+
+    Yields:
+        The port.
+    """
+    host, port = split_host_port(address)
+    server, thread = start_http_server(port, addr=host, registry=registry)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,211 @@
+"""The prefill leg: which worker, with or without the handle, and what if it fails.
+
+A failure never ends the turn, unless the request itself is at fault or its time
+is up: the decode worker can compute the prompt alone.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from kvloop.common.v1 import common_pb2
+from kvloop.errors import KvloopError
+from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
+from kvloop.worker.v1 import worker_pb2
+from services.router.compatibility import pull_obstacle
+from services.router.failures import (
+    is_rejection,
+    params_unused,
+    worker_is_down,
+)
+from services.router.handles import HandleDesk, HeldHandle, OpenTurn
+from services.router.metrics import Fallback, RouterMetrics
+from services.router.policy import Rng, first_usable, rank_prefill
+from services.router.turn_state import Turn
+from services.router.workers import WorkerPool
+
+_log = structlog.get_logger(__name__)
+_ATTEMPTS = 2
+
+
+def usable_holder(
+    handle: ledger_pb2.Handle, pool: WorkerPool
+) -> registry_pb2.Worker | tuple[common_pb2.MissReason.ValueType, Fallback]:
+    """The worker that holds the handle's KV, or why nothing can be pulled from it.
+
+    A worker that only drains still holds its blocks. One that was unreachable a
+    moment ago is not asked: a pull from a dead engine costs the turn a timeout.
+    """
+    found = pool.find(handle.worker_id)
+    if found is None or not found.reachable:
+        return common_pb2.MISS_REASON_INCOMPATIBLE, Fallback.HOLDER_UNREACHABLE
+    if found.worker.engine != handle.engine:
+        return common_pb2.MISS_REASON_VOID, Fallback.HOLDER_RESTARTED
+    return found.worker
+
+
+class PrefillLeg:
+    """Runs the prefill leg of turns.
+
+    Args:
+        pool: the live workers.
+        handles: takes unused handles back.
+        metrics: counts departures from the plan.
+        rng: breaks ties between workers.
+        connect_timeout_seconds: how long to wait for a connection.
+        timeout_seconds: how long one attempt may take.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        handles: HandleDesk,
+        metrics: RouterMetrics,
+        *,
+        rng: Rng,
+        connect_timeout_seconds: float,
+        timeout_seconds: float,
+    ) -> None:
+        self._pool = pool
+        self._handles = handles
+        self._metrics = metrics
+        self._rng = rng
+        self._connect_timeout_seconds = connect_timeout_seconds
+        self._timeout_seconds = timeout_seconds
+
+    async def run(self, turn: Turn, opened: OpenTurn) -> None:
+        """Fill in what the leg handed over, or leave it out.
+
+        Raises:
+            InvalidFieldError: the engine refuses the request.
+            DeadlineError: the turn's deadline passed.
+        """
+        started = turn.deadline.clock()
+        try:
+            await self._check_holder(turn, opened)
+            await self._attempts(turn, opened)
+        finally:
+            turn.prefill_seconds = turn.deadline.clock() - started
+        if turn.report is not None:
+            self._metrics.prefilled(turn.report, turn.prefill_seconds)
+
+    async def _attempts(self, turn: Turn, opened: OpenTurn) -> None:
+        tried: set[str] = set()
+        spare: registry_pb2.Worker | None = None
+        for attempt in range(_ATTEMPTS):
+            worker = self._choose(turn, opened, tried) or spare
+            if worker is None:
+                break
+            if attempt:
+                self._metrics.fell_back(Fallback.PREFILL_REPEATED)
+            tried.add(worker.worker_id)
+            held = await self._pair(turn, opened, worker)
+            try:
+                return await self._attempt(turn, worker, held)
+            except KvloopError as error:
+                self._note(turn, worker, held, error)
+                # A worker that was reached may be asked again if it is the only one.
+                spare = None if worker_is_down(error) else worker
+        await self._leave_out(turn, opened)
+
+    async def _check_holder(self, turn: Turn, opened: OpenTurn) -> None:
+        """Give the handle back at once if its KV cannot be pulled by anyone."""
+        if opened.held is None:
+            return
+        found = usable_holder(opened.held.handle, self._pool)
+        if not isinstance(found, registry_pb2.Worker):
+            turn.miss_reason, cause = found
+            self._metrics.fell_back(cause)
+            await self._give_back(turn, opened)
+
+    def _choose(self, turn: Turn, opened: OpenTurn, tried: set[str]) -> registry_pb2.Worker | None:
+        candidates = self._pool.candidates(turn.request.model, common_pb2.WORKER_ROLE_PREFILL)
+        ranking = rank_prefill(
+            [candidate for candidate in candidates if candidate.worker_id not in tried],
+            decode=turn.decode_worker,
+            holder=self._holder(opened),
+            rng=self._rng,
+        )
+        return first_usable(ranking)
+
+    async def _pair(
+        self, turn: Turn, opened: OpenTurn, worker: registry_pb2.Worker
+    ) -> HeldHandle | None:
+        """The handle, if it is still in hand and the worker can pull with it."""
+        held, holder = opened.held, self._holder(opened)
+        if held is None or not held.in_hand:
+            return None
+        if holder is not None and pull_obstacle(worker, holder) is None:
+            return held
+        turn.miss_reason = common_pb2.MISS_REASON_INCOMPATIBLE
+        self._metrics.fell_back(Fallback.NO_COMPATIBLE_PREFILL)
+        await self._give_back(turn, opened)
+        return None
+
+    async def _attempt(
+        self, turn: Turn, worker: registry_pb2.Worker, held: HeldHandle | None
+    ) -> None:
+        request = worker_pb2.PrefillRequest(
+            turn_id=turn.turn_id, api=turn.request.api, body_json=turn.request.body_json
+        )
+        with self._pool.use(worker.worker_id) as client:
+            await client.connect(
+                timeout_seconds=turn.deadline.hop_timeout(self._connect_timeout_seconds)
+            )
+            timeout = turn.deadline.hop_timeout(self._timeout_seconds)
+            if held is not None:
+                request.transfer_params_json = held.show()
+                turn.handle_hit = True
+            try:
+                response = await client.prefill(request, timeout_seconds=timeout)
+            except KvloopError as error:
+                if held is not None and params_unused(error):
+                    held.unshow()
+                    turn.handle_hit = False
+                raise
+        turn.prefill_worker = worker
+        turn.transfer_params = response.transfer_params_json
+        turn.report = response.report
+        if not response.transfer_params_json:
+            self._metrics.fell_back(Fallback.NO_HANDOVER)
+            _log.warning("no_handover", turn_id=turn.turn_id, worker_id=worker.worker_id)
+
+    def _note(
+        self,
+        turn: Turn,
+        worker: registry_pb2.Worker,
+        held: HeldHandle | None,
+        error: KvloopError,
+    ) -> None:
+        """Learn from a failed attempt; raise if another would not help."""
+        if worker_is_down(error):
+            self._pool.cool_down(worker.worker_id)
+        if is_rejection(error):
+            raise error
+        turn.deadline.check()
+        if held is not None and not held.in_hand:
+            turn.miss_reason = common_pb2.MISS_REASON_PREFILL_FAILED
+        _log.warning(
+            "prefill_failed",
+            turn_id=turn.turn_id,
+            worker_id=worker.worker_id,
+            reason=error.reason,
+            with_handle=held is not None,
+        )
+
+    async def _leave_out(self, turn: Turn, opened: OpenTurn) -> None:
+        self._metrics.fell_back(Fallback.PREFILL_LEFT_OUT)
+        _log.warning("prefill_left_out", turn_id=turn.turn_id, model=turn.request.model)
+        if opened.held is not None and opened.held.in_hand:
+            turn.miss_reason = common_pb2.MISS_REASON_INCOMPATIBLE
+            await self._give_back(turn, opened)
+
+    async def _give_back(self, turn: Turn, opened: OpenTurn) -> None:
+        if turn.key is not None:
+            await self._handles.give_back(turn.key, turn.turn_id, opened)
+
+    def _holder(self, opened: OpenTurn) -> registry_pb2.Worker | None:
+        if opened.held is None or not opened.held.in_hand:
+            return None
+        found = usable_holder(opened.held.handle, self._pool)
+        return found if isinstance(found, registry_pb2.Worker) else None

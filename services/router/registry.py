@@ -1,0 +1,118 @@
+"""Follows the worker registry and keeps the pool in step with it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import structlog
+
+from kvloop.errors import KvloopError, UnavailableError
+from kvloop.kvmeta.v1 import registry_pb2, registry_pb2_grpc
+from kvloop.rpc import typed_errors
+from services.router.policy import Rng
+from services.router.workers import WorkerPool
+
+_log = structlog.get_logger(__name__)
+_Change = registry_pb2.WatchWorkersResponse
+
+
+class Registry(Protocol):
+    """Says which workers are alive."""
+
+    def watch(self) -> AsyncGenerator[registry_pb2.WatchWorkersResponse, None]:
+        """The live workers, one SYNCED, then every change; ends only by failing.
+
+        Raises:
+            KvloopError: the registry cannot be reached any more.
+        """
+        ...
+
+
+class GrpcRegistry:
+    """The registry of a kvmeta service. See `Registry`."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = registry_pb2_grpc.RegistryServiceStub(channel)
+
+    async def watch(self) -> AsyncGenerator[registry_pb2.WatchWorkersResponse, None]:
+        """See `Registry.watch`."""
+        call = self._stub.WatchWorkers(registry_pb2.WatchWorkersRequest())
+        try:
+            with typed_errors():
+                async for change in call:
+                    yield change
+        finally:
+            call.cancel()
+        raise UnavailableError("the registry ended the watch")
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Pauses between attempts: doubling, with jitter."""
+
+    first_seconds: float
+    """Longest first pause."""
+    most_seconds: float
+    """Longest pause."""
+
+    def pause(self, failures: int, rng: Rng) -> float:
+        """Seconds to wait after that many failures in a row: half to all of the step."""
+        step = min(math.ldexp(self.first_seconds, min(failures - 1, 30)), self.most_seconds)
+        return step * (0.5 + rng() / 2)
+
+
+class RegistryFollower:
+    """Applies the registry's changes to the pool, through outages of the registry.
+
+    While it cannot be reached the pool keeps what it knows. Workers that come
+    back late after an outage are not dropped in between; see
+    `WorkerPool.keep_only`.
+    """
+
+    def __init__(self, registry: Registry, pool: WorkerPool, *, backoff: Backoff, rng: Rng) -> None:
+        self._registry = registry
+        self._pool = pool
+        self._backoff = backoff
+        self._rng = rng
+        self._connected = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether the pool is in step with the registry now."""
+        return self._connected
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        failures = 0
+        while True:
+            try:
+                await self._follow()
+            except KvloopError as error:
+                failures = 1 if self._connected else failures + 1
+                if failures == 1:  # once per outage
+                    _log.warning("registry_lost", reason=error.reason, detail=error.message)
+                self._connected = False
+            await asyncio.sleep(self._backoff.pause(failures, self._rng))
+
+    async def _follow(self) -> None:
+        seen: set[str] = set()
+        async with aclosing(self._registry.watch()) as changes:
+            async for change in changes:
+                worker = change.worker
+                match change.type:
+                    case _Change.TYPE_ADDED | _Change.TYPE_CHANGED:
+                        seen.add(worker.worker_id)
+                        await self._pool.put(worker)
+                    case _Change.TYPE_REMOVED:
+                        seen.discard(worker.worker_id)
+                        self._pool.remove(worker.worker_id)
+                    case _Change.TYPE_SYNCED:
+                        self._pool.keep_only(seen)
+                        self._connected = True
+                        _log.info("registry_synced", workers=len(seen))

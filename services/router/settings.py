@@ -1,0 +1,88 @@
+"""Settings of the router: environment KVLOOP_ROUTER_*, flags on top."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from services.common.addresses import split_host_port
+
+
+class RouterSettings(BaseSettings):
+    """The router of kvloop: accepts turns over gRPC and runs their two legs."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVLOOP_ROUTER_",
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        cli_prog_name="python -m services.router",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    listen: str = "127.0.0.1:7100"
+    """host:port of the gRPC server; an IPv6 host needs brackets."""
+    kvmeta: str = "127.0.0.1:7200"
+    """host:port of kvmeta. The router starts, and serves, without it."""
+    metrics_listen: str | None = None
+    """host:port of the Prometheus endpoint; none if absent."""
+
+    ledger_timeout_seconds: float = Field(default=0.25, gt=0)
+    """How long a turn waits for the ledger before it goes on without a handle."""
+    ledger_call_timeout_seconds: float = Field(default=5.0, gt=0)
+    """How long a call to the ledger may take. A handle that comes after the turn
+    has gone on is given back."""
+    registry_retry_seconds: float = Field(default=0.1, gt=0)
+    """First pause before the registry is tried again; doubles with each failure."""
+    registry_retry_max_seconds: float = Field(default=2.0, gt=0)
+    """Longest pause before the registry is tried again."""
+    worker_grace_seconds: float = Field(default=30.0, ge=0)
+    """How long a worker is kept after a registry that was away no longer lists it.
+    Covers the time in which workers register again with a restarted kvmeta."""
+
+    connect_timeout_seconds: float = Field(default=2.0, gt=0)
+    """How long a leg waits for a connection to its worker."""
+    worker_cooldown_seconds: float = Field(default=2.0, ge=0)
+    """How long a worker is avoided after it could not be reached."""
+    prefill_timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long one attempt at a prefill leg may take."""
+    max_turn_seconds: float = Field(default=3600.0, gt=0)
+    """How long a turn may take whose caller sets no deadline or a later one."""
+    deadline_margin_seconds: float = Field(default=0.02, ge=0)
+    """How much earlier than the caller's the deadline of a leg is, so that the
+    leg's error still reaches the caller."""
+
+    length_check_bytes_per_token: float = Field(default=3.0, gt=0)
+    """Bodies of more bytes than this times the model's context are counted before
+    prefill. Lower finds long prompts earlier and costs tokenizations."""
+    length_check_timeout_seconds: float = Field(default=5.0, gt=0)
+    """How long that count may take before it is left to the engine."""
+
+    shutdown_grace_seconds: float = Field(default=30.0, ge=0)
+    """How long turns in flight may go on after SIGTERM or SIGINT."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that is logged."""
+    log_json: bool = False
+    """Log JSON lines instead of text."""
+
+    @field_validator("listen", "kvmeta", "metrics_listen")
+    @classmethod
+    def _is_host_port(cls, value: str | None) -> str | None:
+        if value is not None:
+            split_host_port(value)
+        return value
+
+    @model_validator(mode="after")
+    def _timeouts_fit(self) -> Self:
+        if self.ledger_timeout_seconds > self.ledger_call_timeout_seconds:
+            raise ValueError("ledger_timeout_seconds must not be above ledger_call_timeout_seconds")
+        if self.registry_retry_seconds > self.registry_retry_max_seconds:
+            raise ValueError("registry_retry_seconds must not be above registry_retry_max_seconds")
+        if self.deadline_margin_seconds >= self.max_turn_seconds:
+            raise ValueError("deadline_margin_seconds must be below max_turn_seconds")
+        return self

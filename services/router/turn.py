@@ -1,0 +1,206 @@
+"""The pipeline of one turn: admit, open, prefill, decode, receipt."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import structlog
+
+from kvloop.common.v1 import common_pb2
+from kvloop.errors import (
+    DeadlineError,
+    InvalidFieldError,
+    KvloopError,
+    ModelNotFoundError,
+    UnavailableError,
+)
+from kvloop.kvmeta.v1 import registry_pb2
+from kvloop.router.v1 import router_pb2
+from services.router import receipt
+from services.router.deadline import Clock, Deadline
+from services.router.decode_leg import DecodeLeg
+from services.router.handles import HandleDesk, OpenTurn
+from services.router.identity import conversation_key
+from services.router.length import LengthCheck, context_limit
+from services.router.metrics import Outcome, RouterMetrics
+from services.router.policy import Rng, first_usable, rank_decode
+from services.router.prefill_leg import PrefillLeg
+from services.router.request import TurnRequest
+from services.router.turn_state import Turn
+from services.router.workers import ModelWorkers, WorkerPool
+
+_log = structlog.get_logger(__name__)
+
+
+def admit(model: str, known: list[ModelWorkers]) -> ModelWorkers:
+    """The workers of a model, if turns for it can be answered now.
+
+    Raises:
+        ModelNotFoundError: no worker serves the model.
+        UnavailableError: there are no workers at all, or none that decodes.
+    """
+    if not known:
+        raise UnavailableError(
+            "no workers are registered yet; start some, or check that the router reaches kvmeta",
+            reason="NO_WORKERS",
+        )
+    found = next((entry for entry in known if entry.name == model), None)
+    if found is None:
+        names = ", ".join(repr(entry.name) for entry in known)
+        raise ModelNotFoundError(
+            f"no worker serves the model {model!r}; there is {names}", field="model"
+        )
+    if not found.decode:
+        raise UnavailableError(
+            f"no decode worker takes turns for {model!r} now", reason="NO_DECODE_WORKER"
+        )
+    return found
+
+
+class TurnPipeline:
+    """Answers turns.
+
+    Args:
+        pool: the live workers.
+        handles: opens turns at the ledger.
+        length: refuses prompts that are too long.
+        prefill: runs the prefill leg.
+        decode: runs the decode leg.
+        metrics: counts turns by how they end.
+        clock: seconds on a clock that never goes back.
+        rng: breaks ties between workers.
+        new_id: makes turn ids.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: WorkerPool,
+        handles: HandleDesk,
+        length: LengthCheck,
+        prefill: PrefillLeg,
+        decode: DecodeLeg,
+        metrics: RouterMetrics,
+        clock: Clock,
+        rng: Rng,
+        new_id: Callable[[], uuid.UUID] = uuid.uuid4,
+    ) -> None:
+        self._pool = pool
+        self._handles = handles
+        self._length = length
+        self._prefill = prefill
+        self._decode = decode
+        self._metrics = metrics
+        self._clock = clock
+        self._rng = rng
+        self._new_id = new_id
+
+    async def run(
+        self, request: TurnRequest, deadline: Deadline
+    ) -> AsyncGenerator[bytes | router_pb2.TurnResult, None]:
+        """The answer: chunks as the engine wrote them, then one result.
+
+        Closing the generator stops both engines' work.
+
+        Raises:
+            KvloopError: why the turn could not be answered.
+        """
+        turn = Turn(self._new_id().hex, request, deadline, started=self._clock())
+        try:
+            decode_worker = await self._before_decode(turn)
+            async with aclosing(self._decode.run(turn, decode_worker)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            self._answered(turn)
+        except KvloopError as error:
+            self._failed(turn, error)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self._metrics.turn_ended(Outcome.CANCELLED)
+            _log.info("turn", **_facts(turn), outcome=Outcome.CANCELLED.value)
+            raise
+        except Exception:
+            self._metrics.turn_ended(Outcome.FAILED)  # a defect; the edge logs it
+            raise
+        yield receipt.build_result(turn)
+
+    async def _before_decode(self, turn: Turn) -> registry_pb2.Worker:
+        """Everything up to the hand-over; the handle is used or returned by its end."""
+        request = turn.request
+        workers = admit(request.model, self._pool.models())
+        limit = context_limit([*workers.prefill, *workers.decode])
+        counter = self._choose_decode(request.model)
+        await self._length.check(request, counter.worker_id, limit, turn.deadline)
+        turn.miss_reason = request.miss_reason
+        if not request.retains:
+            opened = OpenTurn(0, None, request.miss_reason, "")
+            return await self._prefilled(turn, opened)
+        turn.key = conversation_key(request.model, request.conversation_id)
+        async with self._handles.open_turn(turn.key, turn.turn_id) as opened:
+            turn.number = opened.number
+            turn.miss_reason = opened.miss_reason
+            return await self._prefilled(turn, opened)
+
+    async def _prefilled(self, turn: Turn, opened: OpenTurn) -> registry_pb2.Worker:
+        holder_id = opened.held.handle.worker_id if opened.held is not None else ""
+        worker = self._choose_decode(turn.request.model, holder_id, opened.last_worker_id)
+        turn.decode_worker = worker
+        if turn.request.options.single_leg_feature is None:
+            await self._prefill.run(turn, opened)
+        return worker
+
+    def _choose_decode(
+        self, model: str, holder_id: str = "", last_id: str = ""
+    ) -> registry_pb2.Worker:
+        candidates = self._pool.candidates(model, common_pb2.WORKER_ROLE_DECODE)
+        ranking = rank_decode(candidates, holder_id=holder_id, last_id=last_id, rng=self._rng)
+        worker = first_usable(ranking)
+        if worker is None:
+            raise UnavailableError(
+                f"no decode worker takes turns for {model!r} now", reason="NO_DECODE_WORKER"
+            )
+        return worker
+
+    def _answered(self, turn: Turn) -> None:
+        reason = receipt.miss_reason(turn)
+        self._metrics.turn_ended(Outcome.ANSWERED)
+        if reason != common_pb2.MISS_REASON_UNSPECIFIED:
+            self._metrics.missed(reason)
+        if turn.first_chunk_at is not None:
+            self._metrics.first_chunk(receipt.ttft_seconds(turn))
+        _log.info("turn", **_facts(turn), outcome=Outcome.ANSWERED.value)
+
+    def _failed(self, turn: Turn, error: KvloopError) -> None:
+        outcome = Outcome.FAILED
+        if isinstance(error, InvalidFieldError | ModelNotFoundError):
+            outcome = Outcome.REJECTED
+        elif isinstance(error, DeadlineError) and turn.deadline.passed:
+            outcome = Outcome.CANCELLED
+        self._metrics.turn_ended(outcome)
+        _log.info("turn", **_facts(turn), outcome=outcome.value, error=error.reason)
+
+
+def _facts(turn: Turn) -> dict[str, object]:
+    """What the log says of a turn; never its content."""
+    report = turn.report or common_pb2.PrefillReport()
+    usage = turn.summary.usage if turn.summary is not None else common_pb2.Usage()
+    return {
+        "turn_id": turn.turn_id,
+        "model": turn.request.model,
+        "turn_number": turn.number,
+        "prefill_worker_id": turn.prefill_worker.worker_id if turn.prefill_worker else None,
+        "decode_worker_id": turn.decode_worker.worker_id if turn.decode_worker else None,
+        "handle_hit": turn.handle_hit,
+        "miss_reason": common_pb2.MissReason.Name(receipt.miss_reason(turn)),
+        "prompt_tokens": report.prompt_tokens or usage.prompt_tokens,
+        "pulled_tokens": report.pulled_tokens,
+        "cached_tokens": report.cached_tokens,
+        "recomputed_tokens": report.recomputed_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "prefill_leg_ms": round(turn.prefill_seconds * 1e3, 1),
+        "decode_leg_ms": round(receipt.decode_leg_seconds(turn) * 1e3, 1),
+        "ttft_ms": round(receipt.ttft_seconds(turn) * 1e3, 1),
+    }

@@ -1,0 +1,52 @@
+"""The state of one turn, filled in by the steps of the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvloop.common.v1 import common_pb2
+from kvloop.kvmeta.v1 import registry_pb2
+from kvloop.worker.v1 import worker_pb2
+from services.router.deadline import Deadline
+from services.router.request import TurnRequest
+
+
+@dataclass
+class Turn:
+    """What is known of a turn so far."""
+
+    turn_id: str
+    """Id inside kvloop, the same in every service's log."""
+    request: TurnRequest
+    """What the caller asked for."""
+    deadline: Deadline
+    """When the turn must be over."""
+    started: float
+    """Reading of the router's clock at the start."""
+
+    key: common_pb2.ConversationKey | None = None
+    """Conversation to commit to; None if nothing is retained."""
+    number: int = 0
+    """Number in the conversation; 0 if the ledger was not or could not be asked."""
+    miss_reason: common_pb2.MissReason.ValueType = common_pb2.MISS_REASON_UNSPECIFIED
+    """Why no handle went to a prefill worker, or why it was lost there."""
+    handle_hit: bool = False
+    """Whether a handle went to a prefill worker."""
+
+    decode_worker: registry_pb2.Worker | None = None
+    """Worker chosen for the decode leg."""
+    prefill_worker: registry_pb2.Worker | None = None
+    """Worker that ran the prefill leg; None if it was left out."""
+    transfer_params: bytes = b""
+    """What the prefill worker handed over; empty if nothing."""
+    report: common_pb2.PrefillReport | None = None
+    """What the prefill engine did with the prompt."""
+    prefill_seconds: float = 0.0
+    """Duration of the prefill leg, repeats included."""
+
+    decode_started: float | None = None
+    """Reading of the clock when the decode leg began."""
+    first_chunk_at: float | None = None
+    """Reading of the clock when the first chunk came."""
+    summary: worker_pb2.DecodeSummary | None = None
+    """The decode worker's last word."""

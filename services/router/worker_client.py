@@ -1,0 +1,134 @@
+"""One worker as the router sees it: a port and its gRPC form."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import grpc
+
+from kvloop.errors import UnavailableError
+from kvloop.rpc import typed_errors
+from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
+from services.router.failures import WORKER_LOST, WORKER_UNREACHABLE
+
+
+class WorkerClient(Protocol):
+    """Runs legs of turns on one worker.
+
+    Cancelling a call, or closing the generator of `decode`, aborts the engine's
+    request. Calls raise the error that the worker raised; UnavailableError with
+    reason WORKER_LOST if the connection broke under the call; DeadlineError
+    after `timeout_seconds`.
+    """
+
+    async def connect(self, *, timeout_seconds: float) -> None:
+        """Make sure of a connection, so that a failure here means: nothing was sent.
+
+        Raises:
+            UnavailableError: reason WORKER_UNREACHABLE.
+        """
+        ...
+
+    async def prefill(
+        self, request: worker_pb2.PrefillRequest, *, timeout_seconds: float
+    ) -> worker_pb2.PrefillResponse:
+        """Run the prefill leg."""
+        ...
+
+    def decode(
+        self, request: worker_pb2.DecodeRequest, *, timeout_seconds: float
+    ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
+        """Run the decode leg: chunks, then one summary."""
+        ...
+
+    async def count_tokens(
+        self, request: worker_pb2.CountTokensRequest, *, timeout_seconds: float
+    ) -> worker_pb2.CountTokensResponse:
+        """Tokenize without running the model."""
+        ...
+
+
+class GrpcWorkerClient:
+    """A worker's sidecar over one channel. See `WorkerClient`."""
+
+    def __init__(self, worker_id: str, channel: grpc.aio.Channel) -> None:
+        self._worker_id = worker_id
+        self._channel = channel
+        self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
+
+    async def connect(self, *, timeout_seconds: float) -> None:
+        """See `WorkerClient.connect`.
+
+        gRPC reports UNAVAILABLE both for a refused connection and for one that
+        broke after the request was sent. Only the channel's state tells whether
+        a handle may still be used elsewhere.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._ready()
+        except TimeoutError:
+            raise self._unreachable() from None
+
+    async def prefill(
+        self, request: worker_pb2.PrefillRequest, *, timeout_seconds: float
+    ) -> worker_pb2.PrefillResponse:
+        """See `WorkerClient.prefill`."""
+        with self._typed_errors():
+            return await self._stub.Prefill(request, timeout=timeout_seconds)
+
+    async def decode(
+        self, request: worker_pb2.DecodeRequest, *, timeout_seconds: float
+    ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
+        """See `WorkerClient.decode`."""
+        call = self._stub.Decode(request, timeout=timeout_seconds)
+        try:
+            with self._typed_errors():
+                async for response in call:
+                    yield response
+        finally:
+            call.cancel()  # without effect on a call that has ended
+
+    async def count_tokens(
+        self, request: worker_pb2.CountTokensRequest, *, timeout_seconds: float
+    ) -> worker_pb2.CountTokensResponse:
+        """See `WorkerClient.count_tokens`."""
+        with self._typed_errors():
+            return await self._stub.CountTokens(request, timeout=timeout_seconds)
+
+    async def _ready(self) -> None:
+        while True:
+            state = self._channel.get_state(try_to_connect=True)
+            if state is grpc.ChannelConnectivity.READY:
+                return
+            # In the pause between two attempts others are a better choice.
+            if state in (
+                grpc.ChannelConnectivity.TRANSIENT_FAILURE,
+                grpc.ChannelConnectivity.SHUTDOWN,
+            ):
+                raise self._unreachable()
+            await self._channel.wait_for_state_change(state)
+
+    def _unreachable(self) -> UnavailableError:
+        return UnavailableError(
+            f"worker {self._worker_id} cannot be reached",
+            reason=WORKER_UNREACHABLE,
+            worker_id=self._worker_id,
+        )
+
+    @contextmanager
+    def _typed_errors(self) -> Iterator[None]:
+        try:
+            with typed_errors():
+                yield
+        except UnavailableError as error:
+            if error.reason != UnavailableError.default_reason:
+                raise
+            # From gRPC itself; its text holds addresses that are no caller's affair.
+            raise UnavailableError(
+                f"the connection to worker {self._worker_id} broke",
+                reason=WORKER_LOST,
+                worker_id=self._worker_id,
+            ) from error

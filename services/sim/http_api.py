@@ -1,0 +1,221 @@
+"""The engine's HTTP surface: vLLM's endpoints, and /sim for those who test."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.sim import chat_template, metrics
+from services.sim.api_errors import ApiError, internal_error, model_not_found
+from services.sim.api_requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
+from services.sim.faults import Fault, FaultBook
+from services.sim.generate import GenerateEndpoint, GenerateParts
+from services.sim.state import engine_state, standing_json
+from services.sim.tokenizer import Tokenizer, token_text
+
+_log = structlog.get_logger(__name__)
+
+
+class _Order(msgspec.Struct, tag_field="action"):
+    pass
+
+
+class Restart(_Order, tag="restart"):
+    """End the engine and begin a new life after `seconds`."""
+
+    seconds: float = 0.0
+
+
+class Refuse(_Order, tag="refuse"):
+    """Take no connections for `seconds`."""
+
+    seconds: float
+
+
+class Exit(_Order, tag="exit"):
+    """End the engine for good."""
+
+
+Order = Restart | Refuse | Exit
+
+
+class EngineApi:
+    """The routes of one engine that do not generate.
+
+    Args:
+        parts: the engine.
+        tokenizer: of its model.
+        faults: its faults.
+    """
+
+    def __init__(self, parts: GenerateParts, tokenizer: Tokenizer, faults: FaultBook) -> None:
+        self._parts = parts
+        self._core = parts.core
+        self._tokenizer = tokenizer
+        self._faults = faults
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        chat = GenerateEndpoint(self._parts, ChatRequest)
+        completion = GenerateEndpoint(self._parts, CompletionRequest)
+        return Starlette(
+            routes=[
+                Route("/health", self._ok),
+                Route("/ping", self._ok, methods=["GET", "POST"]),
+                Route("/version", self._version),
+                Route("/metrics", self._metrics),
+                Route("/v1/models", self._models),
+                Route("/v1/chat/completions", chat, methods=["POST"]),
+                Route("/v1/completions", completion, methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/detokenize", self._detokenize, methods=["POST"]),
+                Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+                Route("/sim/state", self._state),
+                Route("/sim/engine", self._order, methods=["POST"]),
+                Route("/sim/faults", self._list_faults, methods=["GET"]),
+                Route("/sim/faults", self._add_faults, methods=["POST"]),
+                Route("/sim/faults", self._clear_faults, methods=["DELETE"]),
+                Route("/sim/faults/{id:int}", self._remove_fault, methods=["DELETE"]),
+            ],
+            exception_handlers={
+                ApiError: _api_error,
+                HTTPException: _http_error,
+                Exception: _defect,
+            },
+        )
+
+    async def _ok(self, request: Request) -> Response:
+        return Response()
+
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": self._core.spec.version_text})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(metrics.render(self._core), media_type=metrics.CONTENT_TYPE)
+
+    async def _models(self, request: Request) -> Response:
+        spec = self._core.spec
+        created = int(self._parts.wall_clock())
+        card = {
+            "id": spec.model,
+            "object": "model",
+            "created": created,
+            "owned_by": "vllm",
+            "root": spec.model,
+            "parent": None,
+            "max_model_len": spec.max_model_len,
+            "permission": [],
+        }
+        return _json({"object": "list", "data": [card]})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = parse(await request.body(), TokenizeRequest)
+        spec = self._core.spec
+        if body.model and body.model != spec.model:
+            raise model_not_found(body.model, spec.model)
+        if body.messages is not None:
+            text = chat_template.render(
+                body.messages,
+                body.tools,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+            )
+        elif body.prompt is not None:
+            text = body.prompt
+        else:
+            raise ApiError("either prompt or messages must be given", param="prompt")
+        tokens = self._tokenizer.encode(text)
+        return _json(
+            {
+                "count": len(tokens),
+                "max_model_len": spec.max_model_len,
+                "tokens": tokens,
+                "token_strs": [token_text(token) for token in tokens]
+                if body.return_token_strs
+                else None,
+            }
+        )
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = parse(await request.body(), DetokenizeRequest)
+        return _json({"prompt": self._tokenizer.decode(body.tokens, skip_special=False)})
+
+    async def _reset_prefix_cache(self, request: Request) -> Response:
+        return _json({"success": self._core.reset_prefix_cache()})
+
+    async def _state(self, request: Request) -> Response:
+        with_blocks = request.query_params.get("blocks") in ("1", "true")
+        return _json(engine_state(self._core, self._faults, with_blocks=with_blocks))
+
+    async def _order(self, request: Request) -> Response:
+        order: Order = _decode(await request.body(), Order)
+        match order:
+            case Restart():
+                self._parts.control.restart(order.seconds)
+            case Refuse():
+                self._parts.control.refuse(order.seconds)
+            case Exit():
+                self._parts.control.exit()
+        return _json({})
+
+    async def _list_faults(self, request: Request) -> Response:
+        return _json([standing_json(standing) for standing in self._faults.all()])
+
+    async def _add_faults(self, request: Request) -> Response:
+        body = await request.body()
+        if body.lstrip().startswith(b"["):
+            faults = _decode(body, list[Fault])
+        else:
+            faults = [_decode(body, Fault)]
+        return _json([standing_json(self._faults.add(fault)) for fault in faults])
+
+    async def _clear_faults(self, request: Request) -> Response:
+        self._faults.clear()
+        return _json([])
+
+    async def _remove_fault(self, request: Request) -> Response:
+        if not self._faults.remove(request.path_params["id"]):
+            raise HTTPException(404)
+        return _json({})
+
+
+def _decode(body: bytes, type: Any) -> Any:
+    try:
+        return msgspec.json.decode(body, type=type)
+    except msgspec.DecodeError as error:
+        raise ApiError(str(error)) from error
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(error.to_json(), error.status, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    phrase = HTTPStatus(error.status_code).phrase
+    shown = ApiError(error.detail, status=error.status_code, type=phrase)
+    return Response(shown.to_json(), error.status_code, media_type="application/json")
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    _log.exception("request_failed", path=request.url.path, exc_info=error)
+    return Response(internal_error().to_json(), 500, media_type="application/json")

@@ -1,0 +1,69 @@
+"""`python -m services.worker`: settings, logging, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import structlog
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from kvloop.errors import KvloopError
+from services.common.process import run_until_signal, setup_logging
+from services.worker import app
+from services.worker.settings import WorkerSettings
+
+_log = structlog.get_logger(__name__)
+
+
+async def _run(settings: WorkerSettings) -> None:
+    async with app.build(settings) as worker:
+        _log.info(
+            "worker_serving",
+            worker_id=settings.worker_id,
+            role=settings.role,
+            port=worker.port,
+            address=worker.address,
+        )
+        try:
+            await asyncio.Event().wait()
+        finally:
+            _log.info("worker_stopping", grace_seconds=settings.grace_seconds)
+
+
+async def _serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
+    """Run until told to stop, also while the engine is still loading."""
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(_run(settings), name="worker")
+        await stop.wait()
+        running.cancel()
+
+
+def main() -> int:
+    """Run a sidecar until SIGTERM or SIGINT; return the exit status.
+
+    1: the engine or kvmeta made going on pointless; the log says why. A
+    supervisor may start the sidecar again. 2: the settings are wrong.
+    """
+    try:
+        settings = CliApp.run(WorkerSettings)
+    except ValidationError as error:
+        for problem in error.errors():
+            where = "".join(f"--{str(part).replace('_', '-')}: " for part in problem["loc"])
+            sys.stderr.write(f"{where}{problem['msg']}\n")
+        return 2
+    setup_logging(level=settings.log_level, json=settings.log_json)
+    status = 0
+    try:
+        asyncio.run(run_until_signal(lambda stop: _serve(settings, stop)))
+    except* (KvloopError, OSError) as failures:
+        for failure in failures.exceptions:
+            reason = getattr(failure, "reason", type(failure).__name__)
+            _log.error("worker_failed", reason=reason, error=str(failure))
+        status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Builds a sidecar from its settings: the only place that knows every part."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from kvloop import rpc
+from kvloop.kvmeta.v1 import registry_pb2
+from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
+from services.common import rpc_server
+from services.common.addresses import join_host_port, split_host_port
+from services.worker import events, metrics
+from services.worker.admission import Admission
+from services.worker.clock import Clock, SystemClock
+from services.worker.commits import CommitLimits, TurnCommitter
+from services.worker.decode import DecodeLeg
+from services.worker.engine import Engine
+from services.worker.engine_process import EngineProcess
+from services.worker.event_hub import EventHub
+from services.worker.event_messages import Hello
+from services.worker.http_engine import open_engine
+from services.worker.launcher import launch
+from services.worker.ledger import GrpcLedger, Ledger
+from services.worker.metrics import WorkerMetrics
+from services.worker.prefill import PrefillLeg
+from services.worker.readiness import until_ready, watch_health, watch_process
+from services.worker.registration import Registration
+from services.worker.registry import GrpcRegistry, Registry
+from services.worker.service import WorkerParts, WorkerService
+from services.worker.settings import WorkerSettings
+from services.worker.tasks import background_tasks
+from services.worker.worker_record import check_reachable, check_role, worker_record
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A sidecar that serves."""
+
+    port: int
+    """Port of the gRPC server."""
+    address: str
+    """host:port where routers reach it."""
+    admission: Admission
+    registration: Registration
+    metrics: WorkerMetrics
+
+
+@asynccontextmanager
+async def build(
+    settings: WorkerSettings,
+    *,
+    clock: Clock | None = None,
+    engine: Engine | None = None,
+    ledger: Ledger | None = None,
+    registry: Registry | None = None,
+) -> AsyncIterator[Worker]:
+    """Serve one leg on one engine while the block runs.
+
+    The order is: event socket, engine, its connector's hello, gRPC server,
+    registration. At the end, in reverse: no new legs, draining, those in flight
+    get `grace_seconds`, the lease ends, the engine is stopped if it was started
+    here. If the engine ends first, the block is cancelled and the error raised.
+
+    Args:
+        settings: the sidecar's settings.
+        clock: the time.
+        engine: an engine to use in place of one over HTTP; none is started.
+        ledger: the conversation ledger; kvmeta's if omitted.
+        registry: the worker registry; kvmeta's if omitted.
+
+    Raises:
+        OSError: an address or the event socket cannot be bound.
+        UnavailableError: the engine did not start, or has ended.
+        PreconditionError: engine, connector or registry do not fit together.
+    """
+    clock = clock or SystemClock()
+    counters = WorkerMetrics()
+    _require_free(settings.listen)
+    async with AsyncExitStack() as stack:
+        if settings.metrics_listen is not None:
+            stack.enter_context(metrics.expose(counters, settings.metrics_listen))
+        hub = EventHub(clock, counters)
+        await stack.enter_async_context(events.listen(settings.events_socket, hub, counters))
+
+        process: EngineProcess | None = None
+        if engine is None:
+            if settings.engine_url is None:
+                _require_reachable(settings, settings.side_channel_host)
+                process = await stack.enter_async_context(launch(settings))
+            engine = await stack.enter_async_context(
+                open_engine(
+                    settings.engine_base_url,
+                    max_connections=settings.engine_max_connections,
+                    connect_timeout_seconds=settings.engine_connect_timeout_seconds,
+                )
+            )
+        model, hello = await until_ready(
+            engine,
+            hub,
+            process,
+            clock,
+            model_name=settings.model_name,
+            start_timeout_seconds=settings.engine_start_timeout_seconds,
+            hello_timeout_seconds=settings.hello_timeout_seconds,
+        )
+        check_role(hello, settings.role)
+        _require_reachable(settings, hello.side_channel_host)
+
+        channel = await stack.enter_async_context(rpc.open_channel(settings.kvmeta))
+        host, _ = split_host_port(settings.listen)
+        address = settings.advertise or settings.listen  # until the port is known
+
+        def record(hello: Hello) -> registry_pb2.Worker:
+            return worker_record(
+                hello,
+                role=settings.role,
+                worker_id=settings.worker_id,
+                address=address,
+                model=model.name,
+            )
+
+        registration = Registration(
+            registry or GrpcRegistry(channel),
+            hub,
+            record,
+            clock,
+            ttl_seconds=settings.lease_ttl_seconds,
+        )
+        stack.push_async_callback(registration.leave)
+        tasks = await stack.enter_async_context(background_tasks())
+        admission = Admission(counters)
+        committer = TurnCommitter(
+            settings.worker_id,
+            ledger or GrpcLedger(channel),
+            hub,
+            clock,
+            counters,
+            tasks,
+            CommitLimits(
+                event_timeout_seconds=settings.event_timeout_seconds,
+                commit_timeout_seconds=settings.commit_timeout_seconds,
+                settle_timeout_seconds=settings.settle_timeout_seconds,
+            ),
+        )
+        service = WorkerService(
+            WorkerParts(
+                role=settings.role,
+                model=model,
+                engine=engine,
+                hub=hub,
+                admission=admission,
+                registration=registration,
+                prefill=PrefillLeg(engine, counters),
+                decode=DecodeLeg(engine, hub, committer, counters),
+                record=record,
+            )
+        )
+        port = await stack.enter_async_context(
+            rpc_server.serve(
+                settings.listen,
+                lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server),
+                [worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]],
+                grace_seconds=settings.grace_seconds,
+            )
+        )
+        address = settings.advertise or join_host_port(host, port)
+
+        async def drain() -> None:
+            admission.drain()
+            await registration.drain()
+
+        stack.push_async_callback(drain)
+        tasks.start(registration.run(), name="registration")
+        tasks.start(
+            watch_process(process)
+            if process is not None
+            else watch_health(engine, clock, poll_seconds=settings.engine_poll_seconds),
+            name="engine-watch",
+        )
+        yield Worker(port, address, admission, registration, counters)
+
+
+def _require_reachable(settings: WorkerSettings, side_channel_host: str) -> None:
+    check_reachable(settings.advertise or settings.listen, side_channel_host)
+
+
+def _require_free(address: str) -> None:
+    """Fail now if the address is taken, and not after the model is loaded.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    host, port = split_host_port(address)
+    try:
+        family, kind, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(resolved)
+    except OSError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from error

@@ -1,0 +1,136 @@
+"""How vLLM is started: its command line and its environment. Pure functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+_CONNECTOR_CLASS = "KvloopConnector"
+_CONNECTOR_MODULE = "services.worker.connector"
+_CPU_BLOCK_SIZE = 32
+
+
+Role = Literal["prefill", "decode"]
+"""Leg that a worker runs."""
+
+Platform = Literal["cpu", "cuda"]
+"""Build of vLLM that runs."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What decides how vLLM is started."""
+
+    role: Role
+    platform: Platform
+    python: str
+    model: str
+    model_is_local: bool
+    served_model_name: str
+    port: int
+    side_channel_host: str
+    side_channel_port: int
+    events_socket: Path
+    import_root: Path
+    """Directory from which the engine can import the connector."""
+    kv_recompute_threshold: int
+    decoder_kv_blocks_ttl_seconds: int
+    block_size: int | None
+    cpu_kv_cache_gib: int | None
+    cpu_threads: int | None
+    extra_args: Sequence[str]
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """A command line and its environment."""
+
+    argv: Sequence[str]
+    required_env: Mapping[str, str]
+    """Variables that settings ask for, or without which sidecar and engine do not
+    fit together."""
+    default_env: Mapping[str, str]
+    """Variables that the operator's own environment may override."""
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The engine's environment on top of the sidecar's own."""
+        environment = {**self.default_env, **base, **self.required_env}
+        if inherited := base.get("PYTHONPATH"):
+            environment["PYTHONPATH"] += f":{inherited}"
+        return environment
+
+
+def engine_command(options: EngineOptions) -> EngineCommand:
+    """The command that starts vLLM for one leg.
+
+    Flags in `extra_args` come last, so they win over defaults given here.
+    """
+    argv = [
+        options.python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        options.model,
+        "--served-model-name",
+        options.served_model_name,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(options.port),
+        "--disable-uvicorn-access-log",
+        "--kv-transfer-config",
+        json.dumps(_kv_transfer_config(options)),
+    ]
+    block_size = options.block_size
+    if options.platform == "cpu":
+        argv += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16"]
+        block_size = block_size or _CPU_BLOCK_SIZE
+    if block_size is not None:
+        argv += ["--block-size", str(block_size)]
+    required = {
+        "KVLOOP_EVENTS_SOCKET": str(options.events_socket),
+        "PYTHONPATH": str(options.import_root),
+        "PYTHONHASHSEED": "0",  # both engines must hash prefixes alike
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": options.side_channel_host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(options.side_channel_port),
+        # vLLM 0.21 to 0.23 keep blocks for this long; decoder_kv_blocks_ttl is newer.
+        "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(options.decoder_kv_blocks_ttl_seconds),
+    }
+    defaults = {"VLLM_NO_USAGE_STATS": "1"}
+    if options.model_is_local:
+        defaults["HF_HUB_OFFLINE"] = "1"
+    if options.platform == "cpu":
+        defaults |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "UCX_TLS": "tcp,self,sm,cma,posix,sysv",
+        }
+        if options.cpu_kv_cache_gib is not None:
+            required["VLLM_CPU_KVCACHE_SPACE"] = str(options.cpu_kv_cache_gib)
+        if options.cpu_threads is not None:
+            required["OMP_NUM_THREADS"] = str(options.cpu_threads)
+    else:
+        # Without it UCX falls back to TCP, silently, where it sees no NVLink.
+        defaults["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] = "y"
+    return EngineCommand([*argv, *options.extra_args], required, defaults)
+
+
+def _kv_transfer_config(options: EngineOptions) -> dict[str, Any]:
+    return {
+        "kv_connector": _CONNECTOR_CLASS,
+        "kv_connector_module_path": _CONNECTOR_MODULE,
+        "kv_role": "kv_producer" if options.role == "prefill" else "kv_consumer",
+        "kv_buffer_device": "cpu" if options.platform == "cpu" else "cuda",
+        # A broken pull costs time, not the request.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "bidirectional_kv_xfer": True,
+            "kv_recompute_threshold": options.kv_recompute_threshold,
+            "decoder_kv_blocks_ttl": options.decoder_kv_blocks_ttl_seconds,
+        },
+    }

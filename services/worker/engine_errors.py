@@ -1,0 +1,93 @@
+"""What an error of the engine means, as one of kvloop's errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvloop.errors import (
+    InternalError,
+    InvalidFieldError,
+    KvloopError,
+    ModelNotFoundError,
+    UnavailableError,
+)
+
+_MAX_MESSAGE = 1024
+"""Characters of the engine's message that are passed on: errors travel in
+trailers, which peers bound to a few KiB."""
+
+
+def from_reply(status: int, body: bytes) -> KvloopError:
+    """The error in an HTTP reply with a status of 400 or above."""
+    return _make(status, _parse(body), fallback=body[:_MAX_MESSAGE].decode(errors="replace"))
+
+
+def from_event(payload: bytes) -> KvloopError | None:
+    """The error in an event of a stream, or None if it is not one.
+
+    The HTTP status was 200 by then; the event carries the one that fits.
+    """
+    try:
+        event = msgspec.json.decode(payload)
+    except msgspec.DecodeError:
+        return None
+    if not isinstance(event, dict) or "error" not in event or "choices" in event:
+        return None
+    error = _find(event)
+    code = error.get("code")
+    status = code if isinstance(code, int) and 400 <= code < 600 else 500
+    return _make(status, error, fallback="the engine ended the stream with an error")
+
+
+def unreachable(url: str, error: BaseException) -> UnavailableError:
+    """The request surely never reached the engine."""
+    return UnavailableError(
+        f"cannot reach the engine at {url}: {error}", reason="ENGINE_UNREACHABLE", reached="false"
+    )
+
+
+def lost(url: str, detail: str) -> UnavailableError:
+    """The connection broke when the engine may have begun."""
+    return UnavailableError(
+        f"the connection to the engine at {url} broke: {detail}",
+        reason="ENGINE_LOST",
+        reached="true",
+    )
+
+
+def _make(status: int, error: dict[str, Any], *, fallback: str) -> KvloopError:
+    found = error.get("message")
+    message = (found if isinstance(found, str) and found else fallback)[:_MAX_MESSAGE]
+    facts: dict[str, str | int] = {"http_status": status, "engine_message": message}
+    if status == 404 and error.get("type") == "NotFoundError":
+        return ModelNotFoundError(
+            f"the engine does not serve the model: {message}",
+            reason=ModelNotFoundError.default_reason,
+            **facts,
+        )
+    if 400 <= status < 500 and status != 404:
+        if isinstance(param := error.get("param"), str):
+            facts["field"] = param
+        return InvalidFieldError(
+            f"the engine refused the request: {message}", reason="ENGINE_REJECTED", **facts
+        )
+    return InternalError(f"the engine failed: {message}", reason="ENGINE_FAILED", **facts)
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        return _find(msgspec.json.decode(body))
+    except msgspec.DecodeError:
+        return {}
+
+
+def _find(reply: object) -> dict[str, Any]:
+    """The error object: `{"error": {...}}`, or flat as older vLLM wrote it."""
+    if not isinstance(reply, dict):
+        return {}
+    error = reply.get("error", reply)
+    if isinstance(error, str):
+        return {"message": error}
+    return error if isinstance(error, dict) else {}

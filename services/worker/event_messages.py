@@ -1,0 +1,94 @@
+"""Lines on the event socket between the engine's connector and the sidecar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+
+class EngineRef(NamedTuple):
+    """One life of one engine."""
+
+    engine_id: str
+    epoch: str
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="type"):
+    """First line of each connection: which engine this is and what it can do."""
+
+    engine_id: str
+    epoch: str
+    contract_version: int
+    kv_role: str
+    vllm_version: str
+    nixl_version: str
+    block_size: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    data_parallel_rank: int
+    kv_connector: str
+    kv_buffer_device: str
+    side_channel_host: str
+    side_channel_port: int
+    max_model_len: int
+    num_kv_blocks: int
+    bidirectional_kv_xfer: bool
+    decoder_kv_blocks_ttl: float
+    """Seconds."""
+    kv_recompute_threshold: int
+    """Tokens."""
+    hybrid_kv_cache: bool
+    lease_renewal: bool
+    kv_cache_dtype: str
+
+    @property
+    def ref(self) -> EngineRef:
+        """This life of the engine."""
+        return EngineRef(self.engine_id, self.epoch)
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished", tag_field="type"):
+    """A decode request that carried a turn id has ended."""
+
+    turn_id: str
+    retained: bool
+    num_tokens: int = 0
+    num_blocks: int = 0
+    ttl_seconds: float = 0.0
+    """How long the engine keeps the blocks, from when it sent this."""
+    params: msgspec.Raw = msgspec.Raw(b"null")
+    """The handle, byte for byte; null if nothing is retained."""
+
+
+class _Params(msgspec.Struct):
+    remote_request_id: str | None = None
+
+
+_MESSAGE = msgspec.json.Decoder(Hello | Finished)
+_PARAMS = msgspec.json.Decoder(_Params | None)
+
+
+def read_line(line: bytes) -> Hello | Finished:
+    """What the connector sent.
+
+    Raises:
+        msgspec.DecodeError: the line is not one of the known messages.
+    """
+    return _MESSAGE.decode(line)
+
+
+def release_line(request_ids: Sequence[str]) -> bytes:
+    """The line that makes the connector free these engine requests' blocks."""
+    return msgspec.json.encode({"type": "release", "request_ids": request_ids}) + b"\n"
+
+
+def request_id_of(params: bytes | msgspec.Raw) -> str | None:
+    """The engine request that a handle belongs to; None if it names none."""
+    try:
+        found = _PARAMS.decode(params)
+    except msgspec.DecodeError:
+        return None
+    return found.remote_request_id if found is not None else None

@@ -1,0 +1,200 @@
+"""vLLM over its own HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+
+import aiohttp
+import msgspec
+
+from services.worker import engine_errors
+from services.worker.engine import DONE, Api, EngineGauges, EngineModel, TokenCount
+from services.worker.sse import SseParser
+
+_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+_STREAMED_BODY_BYTES = 512 * 1024
+_DRAIN_SECONDS = 0.5
+"""How long the end of the HTTP body may follow `[DONE]`; the connection is kept
+for the next request only if it is seen."""
+_KEEP_ALIVE_SECONDS = 2.0
+"""How long idle connections are kept. Shorter than vLLM's own 5 s, so that a
+request never goes out on a connection that the engine is closing."""
+
+_RUNNING = "vllm:num_requests_running"
+_WAITING = "vllm:num_requests_waiting"
+_KV_USAGE = "vllm:kv_cache_usage_perc"
+_SAMPLE = re.compile(rf"^({_RUNNING}|{_WAITING}|{_KV_USAGE})(?:\{{[^}}]*\}})? (\S+)", re.MULTILINE)
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+
+
+class HttpEngine:
+    """Implements the Engine port. Use `open_engine` to make one.
+
+    Args:
+        session: used for all requests; not closed here.
+        url: the engine's base URL, without a path.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url.rstrip("/")
+
+    async def complete(self, api: Api, body: bytes) -> bytes:
+        """Send a request and return the whole reply."""
+        with self._typed_errors():
+            async with self._session.post(self._url + api, data=_payload(body)) as reply:
+                return await _read(reply)
+
+    @asynccontextmanager
+    async def stream(self, api: Api, body: bytes) -> AsyncIterator[AsyncIterator[Sequence[bytes]]]:
+        """Send a request and receive its events as they come."""
+        with self._typed_errors():
+            reply = await self._session.post(self._url + api, data=_payload(body))
+        try:
+            if reply.status >= 400:
+                with self._typed_errors():
+                    raise engine_errors.from_reply(reply.status, await reply.read())
+            async with aclosing(self._events(reply)) as events:
+                yield events
+        finally:
+            reply.close()
+
+    async def models(self) -> Sequence[EngineModel]:
+        """Base models served."""
+        found = msgspec.json.decode(await self._get("/v1/models"), type=_Models)
+        return [
+            EngineModel(model.id, model.max_model_len or 0)
+            for model in found.data
+            if model.parent is None
+        ]
+
+    async def tokenize(self, body: bytes) -> TokenCount:
+        """Count the tokens of a body in the format of /tokenize."""
+        with self._typed_errors():
+            async with self._session.post(self._url + "/tokenize", data=_payload(body)) as reply:
+                found = msgspec.json.decode(await _read(reply), type=_Tokenized)
+        return TokenCount(found.count, found.max_model_len)
+
+    async def gauges(self) -> EngineGauges:
+        """Read the engine's load from its Prometheus metrics."""
+        return read_gauges((await self._get("/metrics")).decode(errors="replace"))
+
+    async def healthy(self) -> bool:
+        """True if /health answers 200."""
+        try:
+            async with self._session.get(
+                self._url + "/health", timeout=aiohttp.ClientTimeout(total=5)
+            ) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def _get(self, path: str) -> bytes:
+        with self._typed_errors():
+            async with self._session.get(
+                self._url + path, timeout=aiohttp.ClientTimeout(total=10)
+            ) as reply:
+                return await _read(reply)
+
+    async def _events(self, reply: aiohttp.ClientResponse) -> AsyncGenerator[Sequence[bytes], None]:
+        parser = SseParser()
+        with self._typed_errors():
+            async for received in reply.content.iter_any():
+                if events := parser.feed(received):
+                    yield events
+                    if events[-1] == DONE:
+                        await _drain(reply)
+                        return
+        last = parser.close()
+        if last:
+            yield last
+        if DONE not in last:
+            raise engine_errors.lost(self._url, "the stream ended early")
+
+    @contextmanager
+    def _typed_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise engine_errors.unreachable(self._url, error) from error
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            detail = f"{type(error).__name__}: {error}"
+            raise engine_errors.lost(self._url, detail) from error
+
+
+def _payload(body: bytes) -> bytes | io.BytesIO:
+    """The body in the form in which aiohttp sends it best: large ones in pieces."""
+    return body if len(body) < _STREAMED_BODY_BYTES else io.BytesIO(body)
+
+
+async def _drain(reply: aiohttp.ClientResponse) -> None:
+    try:
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            await reply.read()
+    except TimeoutError:
+        return  # closed instead of kept
+
+
+async def _read(reply: aiohttp.ClientResponse) -> bytes:
+    body = await reply.read()
+    if reply.status >= 400:
+        raise engine_errors.from_reply(reply.status, body)
+    return body
+
+
+def read_gauges(metrics: str) -> EngineGauges:
+    """The engine's load out of the text of its /metrics.
+
+    With several engine processes behind one server, requests add up and the
+    fullest KV cache counts.
+    """
+    running = waiting = usage = 0.0
+    for name, value in _SAMPLE.findall(metrics):
+        if name == _RUNNING:
+            running += float(value)
+        elif name == _WAITING:
+            waiting += float(value)
+        else:
+            usage = max(usage, float(value))
+    return EngineGauges(int(running), int(waiting), usage)
+
+
+@asynccontextmanager
+async def open_engine(
+    url: str, *, max_connections: int, connect_timeout_seconds: float
+) -> AsyncIterator[HttpEngine]:
+    """An engine with one connection pool, closed on exit.
+
+    Args:
+        url: base URL, such as http://127.0.0.1:8100.
+        max_connections: requests in flight at most; more wait for a connection.
+        connect_timeout_seconds: after that the engine counts as unreachable.
+            Nothing else is timed: a request may take as long as its caller
+            lets it.
+    """
+    connector = aiohttp.TCPConnector(
+        limit=max_connections, keepalive_timeout=_KEEP_ALIVE_SECONDS, ttl_dns_cache=10
+    )
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_seconds)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=_HEADERS
+    ) as session:
+        yield HttpEngine(session, url)

@@ -1,0 +1,118 @@
+"""Starts vLLM as settings say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from glob import glob
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+import services
+from services.worker.engine_command import EngineOptions, Platform, engine_command
+from services.worker.engine_process import EngineProcess, start_engine
+from services.worker.settings import WorkerSettings
+
+_log = structlog.get_logger(__name__)
+
+_SITE_DIRECTORIES = ("site-packages", "dist-packages")
+_PROBE_SECONDS = 10.0
+
+
+def has_nvidia_gpu() -> bool:
+    """True if this machine has an NVIDIA GPU that its driver can see."""
+    if glob("/dev/nvidia[0-9]*"):
+        return True
+    try:  # no device files under WSL
+        found = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, timeout=_PROBE_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return found.returncode == 0 and b"GPU 0" in found.stdout
+
+
+def choose_platform(
+    setting: Literal["auto", "cpu", "cuda"], gpu_present: Callable[[], bool]
+) -> Platform:
+    """The build of vLLM to run: what settings say, or what the machine has."""
+    if setting != "auto":
+        return setting
+    return "cuda" if gpu_present() else "cpu"
+
+
+@contextmanager
+def import_root(engine_python: str) -> Iterator[Path]:
+    """A directory from which that interpreter can import our connector.
+
+    If kvloop is installed among the packages of another environment than the
+    engine's, that whole directory must not get onto the engine's path, where it
+    would replace packages of its own: a directory with nothing but a link to
+    our services does.
+    """
+    package = Path(services.__path__[0]).resolve()
+    if package.parent.name not in _SITE_DIRECTORIES or engine_python == sys.executable:
+        yield package.parent
+        return
+    with tempfile.TemporaryDirectory(prefix="kvloop-") as directory:
+        (Path(directory) / "services").symlink_to(package)
+        yield Path(directory)
+
+
+@asynccontextmanager
+async def launch(
+    settings: WorkerSettings, gpu_present: Callable[[], bool] = has_nvidia_gpu
+) -> AsyncIterator[EngineProcess]:
+    """Run vLLM while the block runs.
+
+    Args:
+        settings: must name a model.
+        gpu_present: whether the machine has an NVIDIA GPU.
+    """
+    platform = choose_platform(settings.platform, gpu_present)
+    with import_root(settings.engine_python) as root:
+        command = engine_command(_options(settings, platform, root))
+        _log.info(
+            "engine_starting",
+            model=settings.model,
+            role=settings.role,
+            platform=platform,
+            log=str(settings.engine_log),
+        )
+        async with start_engine(
+            command.argv,
+            command.environment(os.environ),
+            settings.engine_log,
+            stop_grace_seconds=settings.engine_stop_grace_seconds,
+        ) as process:
+            yield process
+
+
+def _options(settings: WorkerSettings, platform: Platform, root: Path) -> EngineOptions:
+    if settings.model is None or settings.model_name is None:
+        raise ValueError("there is no model to start vLLM with")
+    return EngineOptions(
+        role=settings.role,
+        platform=platform,
+        python=settings.engine_python,
+        model=settings.model,
+        model_is_local=os.path.isdir(settings.model),
+        served_model_name=settings.model_name,
+        port=settings.engine_port,
+        side_channel_host=settings.side_channel_host,
+        side_channel_port=settings.side_channel_port,
+        events_socket=settings.events_socket.absolute(),
+        import_root=root,
+        kv_recompute_threshold=settings.kv_recompute_threshold,
+        decoder_kv_blocks_ttl_seconds=settings.decoder_kv_blocks_ttl_seconds,
+        block_size=settings.block_size,
+        cpu_kv_cache_gib=settings.cpu_kv_cache_gib,
+        cpu_threads=settings.cpu_threads,
+        extra_args=settings.extra_engine_args,
+    )

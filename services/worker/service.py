@@ -1,0 +1,209 @@
+"""The gRPC edge: requests to orders, results to replies."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from kvloop.common.v1 import common_pb2
+from kvloop.errors import InvalidFieldError, PreconditionError
+from kvloop.kvmeta.v1 import registry_pb2
+from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.admission import Admission
+from services.worker.decode import DecodeLeg, DecodeOrder, DecodeSummary
+from services.worker.durations import to_duration
+from services.worker.engine import Api, Engine, EngineModel
+from services.worker.engine_command import Role
+from services.worker.event_hub import EventHub
+from services.worker.event_messages import EngineRef, Hello, request_id_of
+from services.worker.handoff import PrefillReport
+from services.worker.ledger import Conversation
+from services.worker.legs import parse_body, prompt_token_ids, tokenize_body
+from services.worker.prefill import PrefillLeg, PrefillOrder
+from services.worker.registration import Registration
+
+_APIS = {
+    common_pb2.API_CHAT_COMPLETIONS: Api.CHAT_COMPLETIONS,
+    common_pb2.API_COMPLETIONS: Api.COMPLETIONS,
+}
+_MAX_TURN_ID = 64
+_MAX_RELEASES = 1000
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """What the edge calls."""
+
+    role: Role
+    model: EngineModel
+    engine: Engine
+    hub: EventHub
+    admission: Admission
+    registration: Registration
+    prefill: PrefillLeg
+    decode: DecodeLeg
+    record: Callable[[Hello], registry_pb2.Worker]
+    """Makes the worker's record as registered."""
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Implements kvloop.worker.v1.WorkerService."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+
+    async def Prefill(
+        self, request: worker_pb2.PrefillRequest, context: Context
+    ) -> worker_pb2.PrefillResponse:
+        """Run the prefill leg."""
+        self._require_role("prefill")
+        order = PrefillOrder(
+            turn_id=_turn_id(request.turn_id),
+            api=_api(request.api),
+            body=request.body_json,
+            handle=request.transfer_params_json,
+        )
+        with self._parts.admission.leg():
+            result = await self._parts.prefill.run(order)
+        return worker_pb2.PrefillResponse(
+            transfer_params_json=result.params, report=_report(result.report)
+        )
+
+    async def Decode(
+        self, request: worker_pb2.DecodeRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.DecodeResponse]:
+        """Run the decode leg."""
+        self._require_role("decode")
+        order = DecodeOrder(
+            turn_id=_turn_id(request.turn_id),
+            api=_api(request.api),
+            body=request.body_json,
+            params=request.transfer_params_json,
+            conversation=_conversation(request.commit) if request.HasField("commit") else None,
+        )
+        with self._parts.admission.leg():
+            async with aclosing(self._parts.decode.run(order)) as events:
+                async for event in events:
+                    if isinstance(event, DecodeSummary):
+                        yield worker_pb2.DecodeResponse(summary=_summary(event))
+                    else:
+                        yield worker_pb2.DecodeResponse(chunk_json=event)
+
+    async def CountTokens(
+        self, request: worker_pb2.CountTokensRequest, context: Context
+    ) -> worker_pb2.CountTokensResponse:
+        """Count a prompt's tokens."""
+        api, members = _api(request.api), parse_body(request.body_json)
+        token_ids = prompt_token_ids(members) if api is Api.COMPLETIONS else None
+        if token_ids is not None:  # /tokenize takes text only, and they are counted already
+            return worker_pb2.CountTokensResponse(
+                num_tokens=len(token_ids), max_model_len=self._parts.model.max_model_len
+            )
+        count = await self._parts.engine.tokenize(tokenize_body(members))
+        return worker_pb2.CountTokensResponse(
+            num_tokens=count.tokens, max_model_len=count.max_model_len
+        )
+
+    async def ReleaseBlocks(
+        self, request: worker_pb2.ReleaseBlocksRequest, context: Context
+    ) -> worker_pb2.ReleaseBlocksResponse:
+        """Pass releases on to the engine."""
+        if not request.engine.engine_id or not request.engine.epoch:
+            raise InvalidFieldError("engine is required", field="engine")
+        if not 1 <= len(request.transfer_params_json) <= _MAX_RELEASES:
+            raise InvalidFieldError(
+                f"transfer_params_json needs 1 to {_MAX_RELEASES} entries",
+                field="transfer_params_json",
+            )
+        ref = EngineRef(request.engine.engine_id, request.engine.epoch)
+        identity = self._parts.hub.identity
+        if identity is None or identity.ref != ref:
+            return worker_pb2.ReleaseBlocksResponse(sent=0)
+        named = [request_id_of(params) for params in request.transfer_params_json]
+        request_ids = [request_id for request_id in named if request_id is not None]
+        if request_ids:
+            self._parts.hub.release(ref, request_ids)
+        return worker_pb2.ReleaseBlocksResponse(sent=len(request_ids))
+
+    async def GetWorkerInfo(
+        self, request: worker_pb2.GetWorkerInfoRequest, context: Context
+    ) -> worker_pb2.GetWorkerInfoResponse:
+        """Describe the worker."""
+        gauges = await self._parts.engine.gauges()
+        record = self._parts.record(await self._parts.hub.identity_after(None))
+        if self._parts.admission.draining:
+            record.state = registry_pb2.Worker.STATE_DRAINING
+        return worker_pb2.GetWorkerInfoResponse(
+            worker=record,
+            in_flight=self._parts.admission.in_flight,
+            engine_running=gauges.running,
+            engine_waiting=gauges.waiting,
+            kv_cache_usage=gauges.kv_cache_usage,
+            registered=self._parts.registration.registered,
+        )
+
+    def _require_role(self, role: Role) -> None:
+        if self._parts.role != role:
+            raise PreconditionError(
+                f"this worker runs {self._parts.role} legs, not {role} legs", reason="WRONG_ROLE"
+            )
+
+
+def _turn_id(turn_id: str) -> str:
+    if not 1 <= len(turn_id) <= _MAX_TURN_ID:
+        raise InvalidFieldError(
+            f"turn_id needs 1 to {_MAX_TURN_ID} characters, not {len(turn_id)}", field="turn_id"
+        )
+    return turn_id
+
+
+def _api(api: common_pb2.Api.ValueType) -> Api:
+    if api not in _APIS:
+        raise InvalidFieldError("api is required", field="api")
+    return _APIS[api]
+
+
+def _conversation(commit: worker_pb2.TurnRef) -> Conversation:
+    key = commit.key
+    for name in ("tenant", "model", "conversation_id"):
+        if not getattr(key, name):
+            raise InvalidFieldError(f"commit.key.{name} is required", field=f"commit.key.{name}")
+    return Conversation(key.tenant, key.model, key.conversation_id, commit.turn)
+
+
+def _report(report: PrefillReport) -> common_pb2.PrefillReport:
+    return common_pb2.PrefillReport(
+        prompt_tokens=report.prompt_tokens,
+        proven_tokens=report.proven_tokens,
+        pulled_tokens=report.pulled_tokens,
+        cached_tokens=report.cached_tokens,
+        recomputed_tokens=report.recomputed_tokens,
+        miss_reason=_miss_reason(report.miss_reason),
+    )
+
+
+def _miss_reason(name: str | None) -> common_pb2.MissReason.ValueType:
+    """The reason of that name; an engine may know reasons that we do not."""
+    full = f"MISS_REASON_{name}"
+    if full not in common_pb2.MissReason.keys():
+        return common_pb2.MISS_REASON_UNSPECIFIED
+    return common_pb2.MissReason.Value(full)
+
+
+def _summary(summary: DecodeSummary) -> worker_pb2.DecodeSummary:
+    commit = summary.commit
+    return worker_pb2.DecodeSummary(
+        usage=common_pb2.Usage(
+            prompt_tokens=summary.usage.prompt_tokens,
+            completion_tokens=summary.usage.completion_tokens,
+        ),
+        commit_outcome=worker_pb2.CommitOutcome.Value(f"COMMIT_OUTCOME_{commit.outcome}"),
+        retained_tokens=commit.retained_tokens,
+        granted_ttl=to_duration(commit.granted_seconds),
+    )

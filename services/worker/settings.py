@@ -1,0 +1,235 @@
+"""Settings of one sidecar: environment variables and process flags."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from services.common.addresses import split_host_port
+from services.worker.engine_command import Role
+
+_ANY_ADDRESS = ("0.0.0.0", "::")
+_OWNED_FLAGS = (
+    "--model",
+    "--served-model-name",
+    "--host",
+    "--port",
+    "--kv-transfer-config",
+)
+
+
+def _host_port(address: str) -> str:
+    split_host_port(address)
+    return address
+
+
+HostPort = Annotated[str, AfterValidator(_host_port)]
+
+
+def _default_listen(fields: dict[str, Any]) -> str:
+    return f"127.0.0.1:{_by_role(fields, 7300, 7400)}"
+
+
+def _default_engine_port(fields: dict[str, Any]) -> int:
+    return _by_role(fields, 8100, 8200)
+
+
+def _default_side_channel_port(fields: dict[str, Any]) -> int:
+    return _by_role(fields, 5600, 5700)
+
+
+def _default_worker_id(fields: dict[str, Any]) -> str:
+    _, port = split_host_port(fields["listen"])
+    return f"{fields['role']}-{socket.gethostname()}-{port}"
+
+
+def _default_events_socket(fields: dict[str, Any]) -> Path:
+    return _runtime_path(fields["worker_id"], ".sock")
+
+
+def _default_engine_log(fields: dict[str, Any]) -> Path:
+    return _runtime_path(fields["worker_id"], ".log")
+
+
+def _by_role(fields: dict[str, Any], prefill: int, decode: int) -> int:
+    return prefill if fields["role"] == "prefill" else decode
+
+
+def _runtime_path(worker_id: str, suffix: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"kvloop-{os.getuid()}" / f"{worker_id}{suffix}"
+
+
+class WorkerSettings(BaseSettings):
+    """The sidecar beside one vLLM server.
+
+    It starts vLLM (or attaches to a running server with --engine-url), registers
+    it with kvmeta, and runs the prefill or the decode legs of turns on it. Every
+    flag is also an environment variable: --worker-id is KVLOOP_WORKER_WORKER_ID.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVLOOP_WORKER_",
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        cli_prog_name="python -m services.worker",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    role: Role
+    """Leg that this worker runs: prefill or decode."""
+
+    listen: HostPort = Field(default_factory=_default_listen)
+    """host:port of the sidecar's gRPC server; port 0 takes a free one."""
+
+    advertise: HostPort | None = None
+    """host:port where routers reach the sidecar; the listen address if omitted."""
+
+    kvmeta: HostPort = "127.0.0.1:7200"
+    """host:port of kvmeta."""
+
+    worker_id: str = Field(default_factory=_default_worker_id, pattern=r"^[\w.-]{1,128}$")
+    """Name of the worker, the same after a restart, unique in the deployment."""
+
+    model: str | None = None
+    """Model for vLLM: a directory or a hub name. Required unless --engine-url is set."""
+
+    served_model_name: str | None = None
+    """Name that clients use. By default the directory's name or the hub name; with
+    --engine-url, what the engine serves."""
+
+    engine_url: str | None = None
+    """Base URL of a running vLLM server to attach to. Omitted: vLLM is started."""
+
+    engine_port: int = Field(default_factory=_default_engine_port, ge=1, le=65535)
+    """Loopback port for vLLM's HTTP server."""
+
+    engine_python: str = sys.executable
+    """Python interpreter that has vLLM."""
+
+    engine_args: str = ""
+    """Further flags for vLLM, quoted as for a shell, such as "--max-model-len 8192"."""
+
+    engine_log: Path = Field(default_factory=_default_engine_log)
+    """File to which vLLM's output is appended."""
+
+    engine_start_timeout_seconds: PositiveFloat = 1800
+    """How long vLLM may take until it answers."""
+
+    engine_stop_grace_seconds: PositiveFloat = 10
+    """How long vLLM may take to end before it is killed."""
+
+    events_socket: Path = Field(default_factory=_default_events_socket)
+    """Unix socket where the connector inside vLLM reports finished turns; at most
+    107 bytes. An attached engine needs the same path in KVLOOP_EVENTS_SOCKET."""
+
+    hello_timeout_seconds: PositiveFloat = 20
+    """How long after the engine answers its connector may take to connect."""
+
+    side_channel_host: str = "127.0.0.1"
+    """Address of vLLM's NIXL side channel. It must be one that the other workers
+    can reach."""
+
+    side_channel_port: int = Field(default_factory=_default_side_channel_port, ge=1, le=65535)
+    """Port of vLLM's NIXL side channel; with tensor parallelism the first of several."""
+
+    kv_recompute_threshold: int = Field(64, ge=0)
+    """Tokens below which prefill recomputes instead of pulling."""
+
+    decoder_kv_blocks_ttl_seconds: PositiveInt = 480
+    """How long decode keeps a finished turn's KV blocks."""
+
+    block_size: PositiveInt | None = None
+    """Tokens per KV block. 32 on CPU, vLLM's own default on CUDA, where 128 makes
+    pulls several times faster if the attention backend supports it."""
+
+    platform: Literal["auto", "cpu", "cuda"] = "auto"
+    """Which build of vLLM runs: cpu or cuda. auto looks for an NVIDIA GPU."""
+
+    cpu_kv_cache_gib: PositiveInt | None = None
+    """Memory for the KV cache of vLLM's CPU build; VLLM_CPU_KVCACHE_SPACE or 1."""
+
+    cpu_threads: PositiveInt | None = None
+    """Compute threads of vLLM's CPU build; OMP_NUM_THREADS or 1."""
+
+    engine_max_connections: PositiveInt = 4096
+    """Requests in flight to vLLM at most; more wait for a connection."""
+
+    engine_connect_timeout_seconds: PositiveFloat = 2
+    """After that the engine counts as unreachable."""
+
+    engine_poll_seconds: PositiveFloat = 2
+    """How often an attached engine's health is checked."""
+
+    event_timeout_seconds: PositiveFloat = 1
+    """How long after the end of an answer the connector may take to report it."""
+
+    commit_timeout_seconds: PositiveFloat = 2
+    """How long the end of an answer is held back for the ledger."""
+
+    settle_timeout_seconds: PositiveFloat = 30
+    """How long the sidecar asks the ledger, in the background, what became of a
+    commit whose reply was lost."""
+
+    lease_ttl_seconds: PositiveFloat = 15
+    """Lease to ask of the registry; it is renewed at a third."""
+
+    grace_seconds: PositiveFloat = 30
+    """How long legs in flight may take to end at shutdown."""
+
+    metrics_listen: HostPort | None = None
+    """host:port for Prometheus metrics; none if omitted."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level that is logged."""
+
+    log_json: bool = False
+    """Log JSON lines instead of text."""
+
+    @property
+    def model_name(self) -> str | None:
+        """Served model name as far as settings say; None: whatever the engine serves."""
+        if self.served_model_name is not None or self.model is None:
+            return self.served_model_name
+        path = Path(self.model)
+        return path.resolve().name if path.is_dir() else self.model
+
+    @property
+    def engine_base_url(self) -> str:
+        """Where the engine's HTTP server is."""
+        return self.engine_url or f"http://127.0.0.1:{self.engine_port}"
+
+    @property
+    def extra_engine_args(self) -> list[str]:
+        """engine_args as a list."""
+        return shlex.split(self.engine_args)
+
+    @model_validator(mode="after")
+    def _check(self) -> WorkerSettings:
+        if self.engine_url is None and self.model is None:
+            raise ValueError("set --model to start vLLM, or --engine-url to attach to one")
+        if self.engine_url is not None and not urlsplit(self.engine_url).netloc:
+            raise ValueError("--engine-url is not a URL; expected http://host:port")
+        host, _ = split_host_port(self.listen)
+        if self.advertise is None and host in _ANY_ADDRESS:
+            raise ValueError(
+                f"--listen {self.listen} takes calls for every address of this host; "
+                "say with --advertise which one routers shall use"
+            )
+        for argument in self.extra_engine_args:
+            flag = argument.partition("=")[0]
+            if flag in _OWNED_FLAGS:
+                raise ValueError(f"{flag} in --engine-args: the sidecar sets it itself")
+        return self

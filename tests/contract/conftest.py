@@ -1,0 +1,55 @@
+"""Every store implementation, by one fixture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.kvmeta.store import Store
+from tests.contract import kvmeta_stores
+from tests.contract.kvmeta_stores import POLICY, ManualClock
+from tests.contract.postgres_server import PostgresServer, private_server
+
+KINDS = ("memory", "sqlite", "postgres")
+
+
+@pytest.fixture(scope="session")
+def optional_postgres() -> Iterator[PostgresServer | None]:
+    """A PostgreSQL server, or None where none is installed and none is required."""
+    with private_server() as server:
+        if server is None and os.environ.get("KVLOOP_REQUIRE_POSTGRES") == "1":
+            pytest.fail("KVLOOP_REQUIRE_POSTGRES=1, but PostgreSQL is not installed")
+        yield server
+
+
+@pytest.fixture
+def postgres(optional_postgres: PostgresServer | None) -> PostgresServer:
+    """A PostgreSQL server; the test is skipped where none is installed."""
+    if optional_postgres is None:
+        pytest.skip("PostgreSQL is not installed")
+    return optional_postgres
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """The ledger's clock."""
+    return ManualClock()
+
+
+@pytest.fixture(params=KINDS)
+async def store(
+    request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path
+) -> AsyncIterator[Store]:
+    """An empty store of each kind."""
+    if request.param == "memory":
+        opened = kvmeta_stores.open_memory(clock, POLICY)
+    elif request.param == "sqlite":
+        opened = kvmeta_stores.open_sqlite_store(tmp_path / "ledger.db", clock, POLICY)
+    else:
+        server = request.getfixturevalue("postgres")
+        opened = kvmeta_stores.open_postgres_store(server.url, clock, POLICY)
+    async with opened as made:
+        yield made

@@ -1,0 +1,59 @@
+"""Turns as the tests of this folder take them: streamed and greedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvloop import Completion, rpc
+from kvloop.common.v1 import common_pb2
+from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
+from tests.engine.conftest import MODEL, World
+
+ANSWER = 100
+
+
+async def generate(world: World, prompt: Sequence[int], conversation: str) -> Completion:
+    """One streamed token turn, greedy."""
+    return await world.client.generate(
+        list(prompt),
+        model=MODEL,
+        conversation_id=conversation,
+        max_tokens=ANSWER,
+        temperature=0,
+        extra_body={"return_token_ids": True},
+    ).collect()
+
+
+async def chat(world: World, messages: Sequence[dict[str, Any]], conversation: str) -> Completion:
+    """One streamed chat turn, greedy."""
+    return await world.client.chat(
+        list(messages),
+        model=MODEL,
+        conversation_id=conversation,
+        max_tokens=ANSWER,
+        temperature=0,
+        extra_body={"return_token_ids": True},
+    ).collect()
+
+
+async def first_turn(world: World, conversation: str, count: int = 600) -> list[int]:
+    """A first turn; returns prompt and answer."""
+    prompt = world.tokens(count)
+    done = await generate(world, prompt, conversation)
+    assert done.receipt.miss_reason == "FIRST_TURN"
+    assert done.receipt.retain_outcome == "RETAINED"
+    assert done.receipt.retained_tokens == count + ANSWER - 1
+    return [*prompt, *done.token_ids]
+
+
+async def take_handle(world: World, conversation: str) -> ledger_pb2.Handle:
+    """A conversation's handle, past the router."""
+    key = common_pb2.ConversationKey(tenant="default", model=MODEL, conversation_id=conversation)
+    async with rpc.open_channel(world.stack.kvmeta_address) as channel:
+        ledger = ledger_pb2_grpc.LedgerServiceStub(channel)
+        taken = await ledger.TakeHandle(
+            ledger_pb2.TakeHandleRequest(key=key, request_id=f"test-{conversation}")
+        )
+    assert taken.WhichOneof("outcome") == "handle", taken
+    return taken.handle

@@ -1,0 +1,453 @@
+"""A ledger, a registry and workers for router tests, each behind a real gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from kvloop.common.v1 import common_pb2
+from kvloop.errors import ConflictError, NotFoundError
+from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc, registry_pb2, registry_pb2_grpc
+from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
+from services.common import rpc_server
+from services.router.ledger import Ending, Opening
+
+MODEL = "tiny"
+MAX_MODEL_LEN = 1000
+_State = ledger_pb2.Conversation
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds; the test's own timeout is the limit."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def make_worker(
+    worker_id: str,
+    role: common_pb2.WorkerRole.ValueType,
+    *,
+    model: str = MODEL,
+    address: str = "127.0.0.1:1",
+    epoch: str = "1",
+    **traits: object,
+) -> registry_pb2.Worker:
+    """A worker as it would register."""
+    return registry_pb2.Worker(
+        worker_id=worker_id,
+        role=role,
+        address=address,
+        model=model,
+        engine=common_pb2.EngineRef(engine_id=f"{worker_id}-engine", epoch=epoch),
+        traits=registry_pb2.EngineTraits(
+            **{
+                "contract_version": 1,
+                "block_size": 16,
+                "tensor_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+                "kv_buffer_device": "cpu",
+                "kv_cache_dtype": "auto",
+                "bidirectional_kv_xfer": True,
+                "max_model_len": MAX_MODEL_LEN,
+                **traits,
+            }  # type: ignore[arg-type]
+        ),
+        state=registry_pb2.Worker.STATE_ACTIVE,
+    )
+
+
+@dataclass
+class _Row:
+    state: _State.State.ValueType = _State.STATE_UNSPECIFIED
+    handle: ledger_pb2.Handle | None = None
+    turn: int = 0
+    last_worker_id: str = ""
+    holder: str = ""
+
+
+class MemoryLedger:
+    """The ledger's rules over a dict. See `services.router.ledger.Ledger`."""
+
+    def __init__(self) -> None:
+        self.rows: dict[bytes, _Row] = {}
+        self.taken: list[str] = []
+        self.returned: list[str] = []
+
+    async def take_handle(
+        self, key: common_pb2.ConversationKey, request_id: str, *, timeout_seconds: float
+    ) -> Opening:
+        row = self._row(key)
+        row.turn += 1
+        if row.state == _State.STATE_AVAILABLE:
+            row.state, row.holder = _State.STATE_TAKEN, request_id
+            assert row.handle is not None
+            self.taken.append(row.handle.handle_id)
+            return Opening(
+                row.turn, row.handle, common_pb2.MISS_REASON_UNSPECIFIED, row.last_worker_id
+            )
+        return Opening(row.turn, None, _MISSES[row.state], row.last_worker_id)
+
+    async def return_handle(
+        self,
+        key: common_pb2.ConversationKey,
+        handle_id: str,
+        request_id: str,
+        *,
+        timeout_seconds: float,
+    ) -> None:
+        row = self._row(key)
+        held = row.state == _State.STATE_TAKEN and row.holder == request_id
+        if not held or row.handle is None or row.handle.handle_id != handle_id:
+            raise ConflictError("not held", reason="HANDLE_NOT_HELD")
+        row.state = _State.STATE_AVAILABLE
+        self.returned.append(handle_id)
+
+    async def release(self, key: common_pb2.ConversationKey, *, timeout_seconds: float) -> Ending:
+        row = self.rows.get(key.SerializeToString())
+        if row is None:
+            return Ending(found=False, released=False)
+        released = row.state == _State.STATE_AVAILABLE
+        if released:
+            row.state = _State.STATE_RELEASED
+        return Ending(found=True, released=released)
+
+    async def get_conversation(
+        self, key: common_pb2.ConversationKey, *, timeout_seconds: float
+    ) -> ledger_pb2.Conversation:
+        row = self.rows.get(key.SerializeToString())
+        if row is None or row.handle is None:
+            raise NotFoundError("no such conversation")
+        conversation = ledger_pb2.Conversation(
+            key=key,
+            state=row.state,
+            turn=row.handle.turn,
+            worker_id=row.handle.worker_id,
+            num_tokens=row.handle.num_tokens,
+        )
+        conversation.remaining_ttl.FromSeconds(60)
+        return conversation
+
+    def commit(
+        self,
+        key: common_pb2.ConversationKey,
+        worker: registry_pb2.Worker,
+        params: bytes,
+        *,
+        turn: int = 0,
+    ) -> ledger_pb2.Handle:
+        """Store a finished turn's handle, as a decode sidecar does."""
+        row = self._row(key)
+        row.turn = max(row.turn, turn)
+        row.handle = ledger_pb2.Handle(
+            handle_id=f"handle-{len(self.taken)}-{row.turn}",
+            worker_id=worker.worker_id,
+            engine=worker.engine,
+            turn=row.turn,
+            transfer_params_json=params,
+            num_tokens=100,
+        )
+        row.state, row.last_worker_id = _State.STATE_AVAILABLE, worker.worker_id
+        return row.handle
+
+    def row(self, conversation_id: str, model: str = MODEL) -> _Row:
+        """The row of a conversation of the default tenant."""
+        return self._row(conversation(conversation_id, model))
+
+    def _row(self, key: common_pb2.ConversationKey) -> _Row:
+        return self.rows.setdefault(key.SerializeToString(), _Row())
+
+
+_MISSES = {
+    _State.STATE_UNSPECIFIED: common_pb2.MISS_REASON_FIRST_TURN,
+    _State.STATE_TAKEN: common_pb2.MISS_REASON_TAKEN,
+    _State.STATE_SPENT: common_pb2.MISS_REASON_SPENT,
+    _State.STATE_RELEASED: common_pb2.MISS_REASON_RELEASED,
+    _State.STATE_EXPIRED: common_pb2.MISS_REASON_EXPIRED,
+    _State.STATE_VOID: common_pb2.MISS_REASON_VOID,
+}
+
+
+def conversation(conversation_id: str, model: str = MODEL) -> common_pb2.ConversationKey:
+    """The ledger key of a conversation of the default tenant."""
+    return common_pb2.ConversationKey(
+        tenant="default", model=model, conversation_id=conversation_id
+    )
+
+
+class LedgerServicer(ledger_pb2_grpc.LedgerServiceServicer):
+    """MemoryLedger over gRPC. `gate` holds TakeHandle back while it is closed."""
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        self.ledger = ledger
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waiting = 0
+
+    async def TakeHandle(self, request, context):
+        self.waiting += 1
+        await self.gate.wait()
+        self.waiting -= 1
+        opening = await self.ledger.take_handle(request.key, request.request_id, timeout_seconds=1)
+        return ledger_pb2.TakeHandleResponse(
+            turn=opening.turn,
+            last_worker_id=opening.last_worker_id,
+            **(
+                {"handle": opening.handle}
+                if opening.handle is not None
+                else {"miss_reason": opening.miss_reason}
+            ),
+        )
+
+    async def ReturnHandle(self, request, context):
+        await self.ledger.return_handle(
+            request.key, request.handle_id, request.request_id, timeout_seconds=1
+        )
+        return ledger_pb2.ReturnHandleResponse()
+
+    async def ReleaseConversation(self, request, context):
+        ending = await self.ledger.release(request.key, timeout_seconds=1)
+        return ledger_pb2.ReleaseConversationResponse(found=ending.found, released=ending.released)
+
+    async def GetConversation(self, request, context):
+        found = await self.ledger.get_conversation(request.key, timeout_seconds=1)
+        return ledger_pb2.GetConversationResponse(conversation=found)
+
+
+class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
+    """A registry that tests fill by hand."""
+
+    def __init__(self, workers: Sequence[registry_pb2.Worker] = ()) -> None:
+        self.workers = {worker.worker_id: worker for worker in workers}
+        self._watchers: list[asyncio.Queue[registry_pb2.WatchWorkersResponse | None]] = []
+
+    async def WatchWorkers(self, request, context):
+        queue: asyncio.Queue[registry_pb2.WatchWorkersResponse | None] = asyncio.Queue()
+        self._watchers.append(queue)
+        kind = registry_pb2.WatchWorkersResponse
+        for worker in list(self.workers.values()):
+            yield kind(type=kind.TYPE_ADDED, worker=worker)
+        yield kind(type=kind.TYPE_SYNCED)
+        while (change := await queue.get()) is not None:
+            yield change
+
+    def hang_up(self) -> None:
+        """End every watch, as a registry that stops does."""
+        for queue in self._watchers:
+            queue.put_nowait(None)
+
+    def add(self, worker: registry_pb2.Worker) -> None:
+        kind = registry_pb2.WatchWorkersResponse
+        known = worker.worker_id in self.workers
+        self.workers[worker.worker_id] = worker
+        self._send(kind(type=kind.TYPE_CHANGED if known else kind.TYPE_ADDED, worker=worker))
+
+    def remove(self, worker_id: str) -> None:
+        kind = registry_pb2.WatchWorkersResponse
+        self._send(kind(type=kind.TYPE_REMOVED, worker=self.workers.pop(worker_id)))
+
+    def _send(self, change: registry_pb2.WatchWorkersResponse) -> None:
+        for queue in self._watchers:
+            queue.put_nowait(change)
+
+
+Step = Callable[[], Awaitable[None]]
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """A sidecar with a scripted engine.
+
+    Each entry of a `*_steps` list is used by one call, before it answers: it may
+    raise, wait, or do nothing.
+    """
+
+    def __init__(self, worker: registry_pb2.Worker, ledger: MemoryLedger) -> None:
+        self.worker = worker
+        self._ledger = ledger
+        self.prefills: list[worker_pb2.PrefillRequest] = []
+        self.decodes: list[worker_pb2.DecodeRequest] = []
+        self.counts: list[worker_pb2.CountTokensRequest] = []
+        self.prefill_timeouts: list[float | None] = []
+        self.decode_timeouts: list[float | None] = []
+        self.prefill_steps: list[Step] = []
+        self.decode_steps: list[Step] = []
+        self.mid_answer_steps: list[Step] = []
+        self.cancelled: list[str] = []
+        self.report = common_pb2.PrefillReport(prompt_tokens=100, recomputed_tokens=100)
+        self.pull_report = common_pb2.PrefillReport(
+            prompt_tokens=100, proven_tokens=90, pulled_tokens=80, recomputed_tokens=20
+        )
+        self.handover: bytes | None = None
+        self.chunks = [b'{"choices":[{"delta":{"content":"a"}}]}', b'{"choices":[]}']
+        self.num_tokens: int | Exception = 10
+
+    @property
+    def worker_id(self) -> str:
+        return self.worker.worker_id
+
+    @property
+    def calls(self) -> int:
+        return len(self.prefills) + len(self.decodes) + len(self.counts)
+
+    @property
+    def params_seen(self) -> list[bytes]:
+        """Params of every prefill call that came with some."""
+        return [call.transfer_params_json for call in self.prefills if call.transfer_params_json]
+
+    async def Prefill(self, request, context):
+        self.prefills.append(request)
+        self.prefill_timeouts.append(context.time_remaining())
+        await self._step(self.prefill_steps, "prefill")
+        handover = self.handover
+        if handover is None:
+            handover = json.dumps({"from": self.worker_id, "turn": request.turn_id}).encode()
+        return worker_pb2.PrefillResponse(
+            transfer_params_json=handover,
+            report=self.pull_report if request.transfer_params_json else self.report,
+        )
+
+    async def Decode(self, request, context):
+        self.decodes.append(request)
+        self.decode_timeouts.append(context.time_remaining())
+        await self._step(self.decode_steps, "decode")
+        try:
+            for position, chunk in enumerate(self.chunks):
+                if position:
+                    await self._step(self.mid_answer_steps, "decode")
+                yield worker_pb2.DecodeResponse(chunk_json=chunk)
+        except GeneratorExit:
+            self.cancelled.append("decode")
+            raise
+        summary = worker_pb2.DecodeSummary(
+            usage=common_pb2.Usage(prompt_tokens=100, completion_tokens=2),
+            commit_outcome=worker_pb2.COMMIT_OUTCOME_NOT_REQUESTED,
+        )
+        if request.HasField("commit"):
+            params = b'{"remote_request_id":"%s"}' % request.turn_id.encode()
+            self._ledger.commit(request.commit.key, self.worker, params, turn=request.commit.turn)
+            summary.commit_outcome = worker_pb2.COMMIT_OUTCOME_COMMITTED
+            summary.retained_tokens = 102
+            summary.granted_ttl.FromSeconds(480)
+        yield worker_pb2.DecodeResponse(summary=summary)
+
+    async def CountTokens(self, request, context):
+        self.counts.append(request)
+        if isinstance(self.num_tokens, Exception):
+            raise self.num_tokens
+        return worker_pb2.CountTokensResponse(
+            num_tokens=self.num_tokens, max_model_len=MAX_MODEL_LEN
+        )
+
+    async def _step(self, steps: list[Step], leg: str) -> None:
+        if not steps:
+            return
+        try:
+            await steps.pop(0)()
+        except asyncio.CancelledError:
+            self.cancelled.append(leg)
+            raise
+
+
+def raises(error: Exception) -> Step:
+    """A step that fails."""
+
+    async def step() -> None:
+        raise error
+
+    return step
+
+
+def waits(gate: asyncio.Event) -> Step:
+    """A step that waits until the gate opens."""
+
+    async def step() -> None:
+        await gate.wait()
+
+    return step
+
+
+def fake_worker(worker: registry_pb2.Worker, ledger: MemoryLedger) -> FakeWorker:
+    """A sidecar for that registration. The RPCs that routers never call are left out."""
+    return FakeWorker(worker, ledger)  # type: ignore[abstract]
+
+
+def fake_kvmeta(
+    ledger: MemoryLedger, workers: Sequence[registry_pb2.Worker] = ()
+) -> tuple[LedgerServicer, RegistryServicer]:
+    """Ledger and registry. The RPCs that routers never call are left out."""
+    return LedgerServicer(ledger), RegistryServicer(workers)  # type: ignore[abstract]
+
+
+@asynccontextmanager
+async def serve_worker(fake: FakeWorker, port: int = 0) -> AsyncIterator[int]:
+    """Serve a fake worker and write its address into its registration."""
+    async with rpc_server.serve(
+        f"127.0.0.1:{port}",
+        lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(fake, server),
+        [],
+        grace_seconds=0,
+    ) as bound:
+        fake.worker.address = f"127.0.0.1:{bound}"
+        yield bound
+
+
+@asynccontextmanager
+async def serve_kvmeta(
+    ledger: LedgerServicer, registry: RegistryServicer, port: int = 0
+) -> AsyncIterator[int]:
+    """Serve ledger and registry as kvmeta does."""
+
+    def add(server: grpc.aio.Server) -> None:
+        ledger_pb2_grpc.add_LedgerServiceServicer_to_server(ledger, server)
+        registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server)
+
+    async with rpc_server.serve(f"127.0.0.1:{port}", add, [], grace_seconds=0) as bound:
+        yield bound
+
+
+class BreakableLink:
+    """A TCP relay in front of a server, whose connections a test can cut."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def __aenter__(self) -> BreakableLink:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.cut()
+
+    def cut(self) -> None:
+        """Break every connection and refuse new ones."""
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        self._writers |= {writer, far_writer}
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_copy(reader, far_writer))
+            tasks.create_task(_copy(far_reader, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()

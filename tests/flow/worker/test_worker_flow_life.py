@@ -1,0 +1,286 @@
+"""A sidecar's life: start, registration, outages, engine death, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvloop import rpc
+from kvloop.common.v1 import common_pb2
+from kvloop.errors import InvalidFieldError, PreconditionError, UnavailableError
+from kvloop.kvmeta.v1 import registry_pb2
+from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
+from services.worker import app
+from services.worker.engine import DONE
+from tests.flow.worker.stack import (
+    CHAT,
+    ENGINE_REF,
+    FIRST,
+    LAST,
+    USAGE,
+    answer,
+    collect,
+    connector_of,
+    decode_request,
+    next_chunk,
+    settings,
+    sidecar,
+)
+from tests.unit.worker.fake_events_client import FakeEventsClient, connect
+from tests.unit.worker.fake_kvmeta import FakeKvmeta, fake_kvmeta
+from tests.unit.worker.fake_vllm import fake_vllm
+from tests.unit.worker.fakes import FakeEngine, FakeLedger, FakeRegistry, until
+
+
+async def test_a_worker_registers_under_the_address_where_it_serves(tmp_path: Path) -> None:
+    async with sidecar(tmp_path) as stack:
+        (request,) = stack.kvmeta.registered
+        health: Any = health_pb2_grpc.HealthStub(stack.channel)
+        status = await health.Check(health_pb2.HealthCheckRequest())
+    assert request.worker.address == f"127.0.0.1:{stack.worker.port}"
+    assert (request.worker.worker_id, request.worker.model) == ("decode-0", "tiny")
+    assert request.worker.engine == ENGINE_REF
+    assert status.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_worker_info_is_the_record_and_the_engines_load(tmp_path: Path) -> None:
+    async with sidecar(tmp_path) as stack:
+        info = await stack.stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
+        assert info.worker == stack.kvmeta.registered[0].worker
+    assert (info.engine_running, info.engine_waiting, info.kv_cache_usage) == (4, 2, 0.5)
+    assert info.registered
+    assert info.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "tokens"),
+    [
+        (common_pb2.API_CHAT_COMPLETIONS, b'{"messages":[],"max_tokens":5}', 7),
+        (common_pb2.API_COMPLETIONS, b'{"prompt":"text"}', 7),
+        (common_pb2.API_COMPLETIONS, b'{"prompt":[1,2,3]}', 3),
+    ],
+)
+async def test_tokens_are_counted_without_running_the_model(
+    tmp_path: Path, api, body, tokens
+) -> None:
+    async with sidecar(tmp_path) as stack:
+        request = worker_pb2.CountTokensRequest(api=api, body_json=body)
+        reply = await stack.stub.CountTokens(request)
+        assert stack.vllm.requests(CHAT) == []
+    assert (reply.num_tokens, reply.max_model_len) == (tokens, 4096)
+
+
+async def test_releases_go_to_the_engine_that_they_are_for(tmp_path: Path) -> None:
+    params = [b'{"remote_request_id":"a", "x":[1]}', b'{"x":1}', b'{"remote_request_id":"b"}']
+    async with sidecar(tmp_path) as stack:
+        request = worker_pb2.ReleaseBlocksRequest(engine=ENGINE_REF, transfer_params_json=params)
+        assert (await stack.stub.ReleaseBlocks(request)).sent == 2
+        assert await stack.connector.release() == ["a", "b"]
+        request.engine.epoch = "another life"
+        assert (await stack.stub.ReleaseBlocks(request)).sent == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"transfer_params_json": [b"{}"]}, "engine"),
+        ({"engine": ENGINE_REF}, "transfer_params_json"),
+        ({"engine": ENGINE_REF, "transfer_params_json": [b"{}"] * 1001}, "transfer_params_json"),
+    ],
+)
+async def test_release_requests_are_checked(tmp_path: Path, fields, field) -> None:
+    async with sidecar(tmp_path) as stack:
+        with pytest.raises(InvalidFieldError) as caught, rpc.typed_errors():
+            await stack.stub.ReleaseBlocks(worker_pb2.ReleaseBlocksRequest(**fields))
+    assert caught.value.field == field
+
+
+async def test_a_lease_that_is_lost_is_taken_again(tmp_path: Path) -> None:
+    async with sidecar(tmp_path, lease_ttl_seconds=15) as stack:
+        stack.kvmeta.lease_gone = True
+        stack.kvmeta.lease_seconds = 1
+        async with connect(tmp_path / "e.sock", epoch="epoch-2"):
+            await until(lambda: len(stack.kvmeta.registered) == 2)
+            assert stack.kvmeta.registered[1].worker.engine.epoch == "epoch-2"
+            stack.kvmeta.lease_gone = True
+            await until(lambda: len(stack.kvmeta.registered) == 3)
+
+
+async def test_kvmeta_may_come_late_and_go_and_come_back(tmp_path: Path) -> None:
+    async with fake_kvmeta() as kvmeta:
+        port = kvmeta.port
+    chosen = settings(tmp_path, kvmeta=f"127.0.0.1:{port}", lease_ttl_seconds=1)
+    async with (
+        connector_of(chosen),
+        app.build(chosen, engine=FakeEngine()) as worker,
+    ):
+        assert not worker.registration.registered
+        kvmeta.lease_seconds = 1
+        for life in (1, 2):
+            async with fake_kvmeta(kvmeta, port):
+                await until(lambda: worker.registration.registered, 10)
+                seen = len(kvmeta.renewals)
+                await until(lambda seen=seen: len(kvmeta.renewals) > seen)
+            await until(lambda: not worker.registration.registered)
+            kvmeta.lease_gone = True
+            assert len(kvmeta.registered) == life
+
+
+async def test_without_kvmeta_turns_are_answered_and_their_blocks_released(tmp_path: Path) -> None:
+    chosen = settings(tmp_path)
+    engine = FakeEngine()
+    async with connector_of(chosen) as connecting, app.build(chosen, engine=engine) as worker:
+        connector = await connecting
+        reported = asyncio.Event()
+        engine.script = [FIRST, reported, LAST, DONE]
+        async with rpc.open_channel(f"127.0.0.1:{worker.port}") as channel:
+            call = _stub(channel).Decode(decode_request())
+            await next_chunk(call)
+            await connector.finish("turn-1")
+            reported.set()
+            chunks, summary = await collect(call)
+        assert await connector.release() == ["req-1"]
+    assert chunks == [LAST]
+    assert summary.commit_outcome == worker_pb2.COMMIT_OUTCOME_LEDGER_UNAVAILABLE
+
+
+async def test_at_shutdown_legs_in_flight_end_and_then_the_lease(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    async with AsyncExitStack() as around:
+        vllm = await around.enter_async_context(fake_vllm())
+        kvmeta = await around.enter_async_context(fake_kvmeta())
+        chosen = settings(tmp_path, engine_url=vllm.url, kvmeta=kvmeta.address, grace_seconds=10)
+        connecting = await around.enter_async_context(connector_of(chosen))
+        life = AsyncExitStack()
+        worker = await life.enter_async_context(app.build(chosen))
+        await until(lambda: kvmeta.registered)
+        channel = await around.enter_async_context(rpc.open_channel(f"127.0.0.1:{worker.port}"))
+        vllm.answers[CHAT] = answer(gate)
+        call = _stub(channel).Decode(decode_request())
+        await next_chunk(call)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_finish_when_draining(kvmeta, await connecting, gate))
+            reading = group.create_task(collect(call))
+            await life.aclose()
+    chunks, summary = reading.result()
+    assert chunks == [LAST, USAGE]
+    assert summary.commit_outcome == worker_pb2.COMMIT_OUTCOME_COMMITTED
+    assert kvmeta.ended == ["lease-1"]
+
+
+async def _finish_when_draining(
+    kvmeta: FakeKvmeta, connector: FakeEventsClient, gate: asyncio.Event
+) -> None:
+    await until(lambda: kvmeta.renewals)
+    assert kvmeta.renewals[-1].state == registry_pb2.Worker.STATE_DRAINING
+    assert kvmeta.ended == []
+    await connector.finish("turn-1")
+    gate.set()
+
+
+async def test_a_draining_worker_takes_no_new_turns_and_says_so(tmp_path: Path) -> None:
+    async with sidecar(tmp_path) as stack:
+        stack.worker.admission.drain()
+        with pytest.raises(UnavailableError) as caught, rpc.typed_errors():
+            await collect(stack.stub.Decode(decode_request()))
+        info = await stack.stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
+    assert caught.value.reason == "DRAINING"
+    assert info.worker.state == registry_pb2.Worker.STATE_DRAINING
+
+
+async def test_an_attached_engine_that_stops_answering_ends_the_sidecar(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, engine_poll_seconds=0.01)
+    engine, registry = FakeEngine(), FakeRegistry()
+
+    async def live() -> None:
+        async with (
+            connector_of(chosen),
+            app.build(chosen, engine=engine, registry=registry, ledger=FakeLedger()) as worker,
+        ):
+            await until(lambda: worker.registration.registered)
+            engine.is_healthy = lambda: False
+            await asyncio.Event().wait()
+
+    with pytest.raises(UnavailableError) as caught:
+        await live()
+    assert caught.value.reason == "ENGINE_DIED"
+    assert registry.ended == ["lease-1"]
+
+
+async def test_a_refused_registration_ends_the_sidecar_with_the_reason(tmp_path: Path) -> None:
+    chosen = settings(tmp_path)
+    registry = FakeRegistry()
+    registry.failures = [PreconditionError("too long", reason="LEDGER_TTL_TOO_LONG")]
+    with pytest.raises(PreconditionError) as caught:
+        async with (
+            connector_of(chosen),
+            app.build(chosen, engine=FakeEngine(), registry=registry),
+        ):
+            await asyncio.Event().wait()
+    assert caught.value.reason == "LEDGER_TTL_TOO_LONG"
+
+
+async def test_an_engine_without_our_connector_is_never_registered(tmp_path: Path) -> None:
+    registry = FakeRegistry()
+    chosen = settings(tmp_path, hello_timeout_seconds=0.05)
+    with pytest.raises(PreconditionError) as caught:
+        async with app.build(chosen, engine=FakeEngine(), registry=registry):
+            pass
+    assert caught.value.reason == "CONNECTOR_NOT_LOADED"
+    assert registry.registered == []
+
+
+async def test_an_engine_for_the_other_leg_is_never_registered(tmp_path: Path) -> None:
+    registry = FakeRegistry()
+    chosen = settings(tmp_path, "prefill")
+    other = settings(tmp_path, "decode")
+    with pytest.raises(PreconditionError) as caught:
+        async with (
+            connector_of(other),
+            app.build(chosen, engine=FakeEngine(), registry=registry),
+        ):
+            pass
+    assert caught.value.reason == "WRONG_ROLE"
+    assert registry.registered == []
+
+
+async def test_a_loopback_side_channel_behind_a_real_address_is_refused(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, advertise="10.1.2.3:7400")
+    with pytest.raises(PreconditionError) as caught:
+        async with connector_of(chosen), app.build(chosen, engine=FakeEngine()):
+            pass
+    assert caught.value.reason == "LOOPBACK_SIDE_CHANNEL"
+
+
+async def test_a_taken_port_is_noticed_before_the_engine_is_waited_for(tmp_path: Path) -> None:
+    async with fake_kvmeta() as kvmeta:
+        chosen = settings(tmp_path, listen=kvmeta.address)
+        with pytest.raises(OSError, match="cannot listen"):
+            async with app.build(chosen):
+                pass
+
+
+async def test_metrics_are_served_for_prometheus(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    async with sidecar(tmp_path, metrics_listen=address) as stack:
+        stack.vllm.answers[CHAT] = answer()
+        await collect(stack.stub.Decode(decode_request()))
+        async with aiohttp.ClientSession() as session, session.get(f"http://{address}/") as reply:
+            text = await reply.text()
+    assert 'kvloop_worker_commits_total{outcome="NO_EVENT"} 1.0' in text
+
+
+def _stub(channel: aio.Channel) -> worker_pb2_grpc.WorkerServiceAsyncStub:
+    stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+    return stub

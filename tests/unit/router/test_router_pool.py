@@ -1,0 +1,216 @@
+"""The worker pool and what keeps it up to date."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvloop.errors import UnavailableError
+from kvloop.kvmeta.v1 import registry_pb2
+from services.router.registry import Backoff, RegistryFollower
+from services.router.workers import WorkerPool
+from tests.flow.router.fakes import eventually, make_worker
+from tests.flow.router.stack import DECODE, PREFILL
+
+Change = registry_pb2.WatchWorkersResponse
+
+
+class Harness:
+    """A pool whose channels are entries of a list."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.now = 100.0
+        self.open: list[str] = []
+        self.pool = WorkerPool(
+            tasks,
+            clock=lambda: self.now,
+            cooldown_seconds=5,
+            grace_seconds=10,
+            connect=self._connect,  # type: ignore[arg-type]
+        )
+
+    @asynccontextmanager
+    async def _connect(self, worker: registry_pb2.Worker) -> AsyncIterator[str]:
+        name = f"{worker.worker_id}@{worker.address}/{worker.engine.epoch}"
+        self.open.append(name)
+        yield name
+        self.open.remove(name)
+
+    def prefill_ids(self) -> list[str]:
+        return [c.worker_id for c in self.pool.candidates("tiny", PREFILL)]
+
+
+@asynccontextmanager
+async def harness() -> AsyncIterator[Harness]:
+    async with asyncio.TaskGroup() as tasks:
+        made = Harness(tasks)
+        yield made
+        await made.pool.aclose()
+
+
+async def test_one_channel_per_worker_closed_at_the_end() -> None:
+    async with harness() as h:
+        for _ in range(3):
+            await h.pool.put(make_worker("a", PREFILL))
+        assert len(h.open) == 1
+    assert h.open == []
+
+
+async def test_candidates_are_of_the_model_and_role() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        await h.pool.put(make_worker("b", DECODE))
+        await h.pool.put(make_worker("c", PREFILL, model="other"))
+        assert h.prefill_ids() == ["a"]
+        assert [m.name for m in h.pool.models()] == ["other", "tiny"]
+
+
+async def test_turns_in_flight_are_counted() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        with h.pool.use("a"), h.pool.use("a"):
+            assert h.pool.candidates("tiny", PREFILL)[0].in_flight == 2
+        assert h.pool.candidates("tiny", PREFILL)[0].in_flight == 0
+
+
+async def test_using_a_worker_that_left_is_unavailable() -> None:
+    async with harness() as h:
+        with pytest.raises(UnavailableError) as caught, h.pool.use("gone"):
+            pass
+        assert caught.value.reason == "WORKER_UNREACHABLE"
+
+
+async def test_channel_of_a_worker_that_left_closes_with_its_last_turn() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        with h.pool.use("a"):
+            h.pool.remove("a")
+            assert h.prefill_ids() == []
+            await asyncio.sleep(0)
+            assert len(h.open) == 1
+        await eventually(lambda: h.open == [])
+
+
+@pytest.mark.parametrize("change", [{"address": "127.0.0.1:2"}, {"epoch": "2"}])
+async def test_a_new_life_gets_a_new_channel(change) -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        h.pool.cool_down("a")
+        await h.pool.put(make_worker("a", PREFILL, **change))
+        await eventually(lambda: len(h.open) == 1)
+        found = h.pool.find("a")
+        assert found is not None
+        assert found.reachable
+        with h.pool.use("a") as client:
+            assert str(client) == h.open[0]
+
+
+async def test_a_new_state_keeps_the_channel() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        changed = make_worker("a", PREFILL)
+        changed.state = registry_pb2.Worker.STATE_DRAINING
+        await h.pool.put(changed)
+        found = h.pool.find("a")
+        assert found is not None
+        assert not found.takes_turns
+        assert len(h.open) == 1
+        assert h.pool.models()[0].prefill == []
+
+
+async def test_cool_down_ends_by_the_clock() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        h.pool.cool_down("a")
+        assert not h.pool.candidates("tiny", PREFILL)[0].reachable
+        h.now += 5
+        assert h.pool.candidates("tiny", PREFILL)[0].reachable
+
+
+async def test_unconfirmed_workers_are_kept_for_the_grace_period() -> None:
+    async with harness() as h:
+        for worker_id in ("a", "b", "c"):
+            await h.pool.put(make_worker(worker_id, PREFILL))
+        h.pool.keep_only({"a"})
+        h.now += 9
+        h.pool.keep_only({"a"})  # a second outage does not prolong it
+        await h.pool.put(make_worker("b", PREFILL))
+        assert h.prefill_ids() == ["a", "b", "c"]
+        h.now += 1
+        assert h.prefill_ids() == ["a", "b"]
+        await eventually(lambda: len(h.open) == 2)
+
+
+class ScriptedRegistry:
+    """Each watch plays one script, then fails; after the last it waits."""
+
+    def __init__(self, *scripts: list[registry_pb2.WatchWorkersResponse]) -> None:
+        self.scripts = list(scripts)
+        self.watches = 0
+
+    async def watch(self):
+        self.watches += 1
+        for change in self.scripts.pop(0):
+            yield change
+        if not self.scripts:
+            await asyncio.Event().wait()
+        raise UnavailableError("registry gone")
+
+
+def added(worker_id: str) -> registry_pb2.WatchWorkersResponse:
+    return Change(type=Change.TYPE_ADDED, worker=make_worker(worker_id, PREFILL))
+
+
+def removed(worker_id: str) -> registry_pb2.WatchWorkersResponse:
+    return Change(type=Change.TYPE_REMOVED, worker=make_worker(worker_id, PREFILL))
+
+
+SYNCED = Change(type=Change.TYPE_SYNCED)
+
+
+@asynccontextmanager
+async def following(registry: ScriptedRegistry) -> AsyncIterator[tuple[Harness, RegistryFollower]]:
+    async with harness() as h, asyncio.TaskGroup() as tasks:
+        follower = RegistryFollower(
+            registry, h.pool, backoff=Backoff(0.001, 0.002), rng=lambda: 0.5
+        )
+        task = tasks.create_task(follower.run())
+        yield h, follower
+        task.cancel()
+
+
+async def test_pool_follows_the_registry() -> None:
+    script = [added("a"), added("b"), SYNCED, added("c"), removed("a")]
+    async with following(ScriptedRegistry(script)) as (h, follower):
+        await eventually(lambda: h.prefill_ids() == ["b", "c"])
+        assert follower.connected
+
+
+async def test_pool_keeps_what_it_knows_through_outages() -> None:
+    registry = ScriptedRegistry([added("a"), SYNCED], [], [], [SYNCED, added("b")])
+    async with following(registry) as (h, follower):
+        await eventually(lambda: h.prefill_ids() == ["a", "b"])
+        assert registry.watches == 4
+        assert follower.connected
+        h.now += 10
+        assert h.prefill_ids() == ["b"]
+
+
+async def test_an_outage_is_logged_once() -> None:
+    registry = ScriptedRegistry([added("a"), SYNCED], [], [], [], [SYNCED])
+    with capture_logs() as logged:
+        async with following(registry):
+            await eventually(lambda: registry.watches == 5)
+    events = [entry["event"] for entry in logged if entry["event"].startswith("registry_")]
+    assert events == ["registry_synced", "registry_lost", "registry_synced"]
+
+
+def test_backoff_doubles_up_to_its_bound_with_jitter() -> None:
+    backoff = Backoff(0.1, 2.0)
+    assert [backoff.pause(n, lambda: 1.0) for n in (1, 2, 3)] == pytest.approx([0.1, 0.2, 0.4])
+    assert backoff.pause(1000, lambda: 1.0) == 2.0
+    assert backoff.pause(1000, lambda: 0.0) == 1.0

@@ -1,0 +1,55 @@
+"""Choosing the platform, and making the connector importable for the engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+import services
+from services.worker.launcher import choose_platform, import_root
+
+
+@pytest.mark.parametrize(
+    ("setting", "gpu", "platform"),
+    [
+        ("auto", True, "cuda"),
+        ("auto", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("cuda", False, "cuda"),
+    ],
+)
+def test_the_platform_is_what_settings_say_or_the_machine_has(
+    setting: Literal["auto", "cpu", "cuda"], gpu: bool, platform: str
+) -> None:
+    assert choose_platform(setting, lambda: gpu) == platform
+
+
+def test_a_checkout_is_on_the_engines_path_as_it_is() -> None:
+    with import_root("/other/python") as root:
+        assert (root / "services" / "worker" / "connector.py").exists()
+
+
+def test_packages_of_another_environment_stay_off_the_engines_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site-packages"
+    (site / "services" / "worker").mkdir(parents=True)
+    (site / "services" / "worker" / "connector.py").write_text("FOUND = True\n")
+    (site / "json.py").write_text("raise RuntimeError('shadowed')\n")
+    monkeypatch.setattr(services, "__path__", [str(site / "services")])
+    with import_root("/other/python") as root:
+        assert [entry.name for entry in root.iterdir()] == ["services"]
+        script = "import json, services.worker.connector as c; assert c.FOUND"
+        subprocess.run(
+            [sys.executable, "-S", "-c", script],
+            env={"PYTHONPATH": str(root)},
+            cwd=tmp_path,
+            check=True,
+        )
+    assert not root.exists()
+    with import_root(sys.executable) as root:
+        assert root == site

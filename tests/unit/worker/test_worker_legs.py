@@ -1,0 +1,253 @@
+"""Bodies of the legs: what is changed, and that nothing else is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloop.errors import InvalidFieldError
+from services.worker.engine import Api
+from services.worker.legs import (
+    decode_body,
+    parse_body,
+    prefill_body,
+    prompt_token_ids,
+    splice,
+    tokenize_body,
+    unsplittable_field,
+    wants_usage_chunk,
+)
+
+HANDLE = (
+    b' { "do_remote_decode":true, "remote_block_ids":[[1, 2],[3]],"deadline":12.50,'
+    b'"remote_num_tokens":64, "none":null,"text":"\\u4f60" } '
+)
+
+
+def _prefill(body: bytes, handle: bytes = b"") -> dict[str, Any]:
+    decoded: dict[str, Any] = json.loads(
+        prefill_body(parse_body(body), turn_id="t1", handle=handle)
+    )
+    return decoded
+
+
+def _decode(body: bytes, params: bytes = b"", *, retain: bool = True) -> dict[str, Any]:
+    decoded: dict[str, Any] = json.loads(
+        decode_body(parse_body(body), turn_id="t1", params=params, retain=retain)
+    )
+    return decoded
+
+
+def test_prefill_asks_for_one_token_whatever_the_client_asked_for() -> None:
+    body = _prefill(
+        b'{"model":"m","messages":[],"max_tokens":500,"max_completion_tokens":400,"min_tokens":5,'
+        b'"stop":["\\n"],"stop_token_ids":[2],"n":1,"best_of":1,"use_beam_search":false,'
+        b'"stream":true,"stream_options":{"include_usage":true},"logprobs":true,'
+        b'"top_logprobs":5,"prompt_logprobs":null,"echo":false,"return_token_ids":true,'
+        b'"ignore_eos":false,"request_id":"mine"}'
+    )
+    assert body == {
+        "model": "m",
+        "messages": [],
+        "max_tokens": 1,
+        "stream": False,
+        "ignore_eos": True,
+        "kv_transfer_params": {
+            "kvloop_turn_id": "t1",
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+
+
+def test_prefill_keeps_what_shapes_the_prompt() -> None:
+    kept = {
+        "tools": [{"type": "function"}],
+        "tool_choice": "auto",
+        "response_format": {"type": "json_object"},
+        "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": True,
+        "truncate_prompt_tokens": 100,
+        "cache_salt": "s",
+        "temperature": 0.5,
+        "vendor_field": {"a": [1, None]},
+    }
+    body = _prefill(json.dumps({"messages": [], **kept}).encode())
+    assert kept.items() <= body.items()
+
+
+def test_prefill_carries_the_handle_byte_for_byte() -> None:
+    body = prefill_body(parse_body(b'{"model":"m"}'), turn_id="t1", handle=HANDLE)
+    assert HANDLE.strip()[1:].lstrip() in body
+    assert json.loads(body)["kv_transfer_params"]["kvloop_turn_id"] == "t1"
+
+
+def test_decode_keeps_the_body_and_switches_stream_and_usage_on() -> None:
+    body = _decode(
+        b'{"model":"m","max_tokens":9,"stop":["x"],"stream":false,"n":2,'
+        b'"stream_options":{"continuous_usage_stats":true,"include_usage":false}}',
+        retain=False,
+    )
+    assert body == {
+        "model": "m",
+        "max_tokens": 9,
+        "stop": ["x"],
+        "stream": True,
+        "n": 2,
+        "stream_options": {"continuous_usage_stats": True, "include_usage": True},
+    }
+
+
+@pytest.mark.parametrize("options", [b"null", b"{}"])
+def test_decode_accepts_empty_stream_options(options: bytes) -> None:
+    body = _decode(b'{"stream_options":' + options + b"}", retain=False)
+    assert body["stream_options"] == {"include_usage": True}
+
+
+def test_decode_names_stream_options_of_the_wrong_type() -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        _decode(b'{"stream_options":[1]}')
+    assert caught.value.field == "stream_options"
+
+
+def test_decode_without_hand_off_asks_the_engine_to_retain() -> None:
+    assert _decode(b"{}")["kv_transfer_params"] == {
+        "kvloop_turn_id": "t1",
+        "do_remote_prefill": False,
+        "do_remote_decode": False,
+    }
+
+
+def test_decode_without_hand_off_and_conversation_leaves_no_trace() -> None:
+    assert "kv_transfer_params" not in _decode(b"{}", retain=False)
+
+
+def test_decode_with_hand_off_but_no_conversation_is_not_retained() -> None:
+    params = _decode(b"{}", b'{"remote_port":1}', retain=False)["kv_transfer_params"]
+    assert params == {"kvloop_turn_id": "t1", "kvloop_retain": False, "remote_port": 1}
+
+
+def test_untouched_members_stay_byte_for_byte() -> None:
+    raw = b'{ "a" : [1, 2.0,\t1e5, {"x":null}], "b":"\\u00e9\\ud83d\\ude00", "c":-0 }'
+    body = decode_body(parse_body(raw), turn_id="t", params=b"", retain=False)
+    for value in (b'[1, 2.0,\t1e5, {"x":null}]', b'"\\u00e9\\ud83d\\ude00"', b'"c":-0'):
+        assert value in body
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"null", b'{"a":', b"\xff"])
+def test_a_body_that_is_no_object_names_the_field(body: bytes) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        parse_body(body)
+    assert caught.value.field == "body_json"
+
+
+def test_a_body_that_brings_transfer_params_is_refused() -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        parse_body(b'{"kv_transfer_params":{"remote_host":"10.0.0.1"}}')
+    assert caught.value.field == "kv_transfer_params"
+
+
+class TestSplice:
+    """splice() sets members and leaves all other bytes alone."""
+
+    def test_empty_object(self) -> None:
+        assert splice(b"{ }", {"kvloop_turn_id": "t"}) == b'{"kvloop_turn_id":"t"}'
+
+    def test_never_duplicates_a_key(self) -> None:
+        params = b'{"kvloop_turn_id":"old","kvloop_retain":false,"a":[1, 2]}'
+        spliced = splice(params, {"kvloop_turn_id": "new", "kvloop_retain": True})
+        assert spliced.count(b"kvloop_turn_id") == spliced.count(b"kvloop_retain") == 1
+        assert json.loads(spliced) == {"kvloop_turn_id": "new", "kvloop_retain": True, "a": [1, 2]}
+        assert b"[1, 2]" in spliced
+
+    def test_a_nested_key_of_that_name_is_left_alone(self) -> None:
+        spliced = splice(b'{"a":{"kvloop_turn_id":"x"}}', {"kvloop_turn_id": "t"})
+        assert json.loads(spliced) == {"kvloop_turn_id": "t", "a": {"kvloop_turn_id": "x"}}
+
+    @pytest.mark.parametrize("params", [b"null", b"[1]", b"", b'{"kvloop_turn_id"'])
+    def test_what_is_no_object_is_refused(self, params: bytes) -> None:
+        with pytest.raises(InvalidFieldError) as caught:
+            splice(params, {"kvloop_turn_id": "t"})
+        assert caught.value.field == "transfer_params_json"
+
+    @given(
+        st.dictionaries(
+            st.text(max_size=8),
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+                lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
+                max_leaves=8,
+            ),
+        ),
+        st.sampled_from([None, 2]),
+    )
+    def test_every_other_member_survives(self, params: dict[str, Any], indent: int | None) -> None:
+        spliced = json.loads(splice(json.dumps(params, indent=indent).encode(), {"turn": "t"}))
+        assert spliced == params | {"turn": "t"}
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "field"),
+    [
+        (Api.CHAT_COMPLETIONS, b"{}", None),
+        (Api.CHAT_COMPLETIONS, b'{"n":1,"best_of":null,"echo":false}', None),
+        (Api.CHAT_COMPLETIONS, b'{"n":2}', "n"),
+        (Api.CHAT_COMPLETIONS, b'{"n":"2"}', "n"),
+        (Api.COMPLETIONS, b'{"best_of":3}', "best_of"),
+        (Api.COMPLETIONS, b'{"use_beam_search":true}', "use_beam_search"),
+        (Api.COMPLETIONS, b'{"echo":true}', "echo"),
+        (Api.COMPLETIONS, b'{"prompt_logprobs":0}', "prompt_logprobs"),
+        (Api.COMPLETIONS, b'{"truncate_prompt_tokens":-1}', "truncate_prompt_tokens"),
+        (Api.COMPLETIONS, b'{"truncate_prompt_tokens":10}', None),
+        (Api.COMPLETIONS, b'{"prompt":"text"}', None),
+        (Api.COMPLETIONS, b'{"prompt":[1,2,3]}', None),
+        (Api.COMPLETIONS, b'{"prompt":["one"]}', None),
+        (Api.COMPLETIONS, b'{"prompt":[ "one","two"]}', "prompt"),
+        (Api.COMPLETIONS, b'{"prompt":[[1,2],[3]]}', "prompt"),
+        (Api.CHAT_COMPLETIONS, b'{"prompt":["one","two"]}', None),
+    ],
+)
+def test_what_cannot_run_in_two_legs(api: Api, body: bytes, field: str | None) -> None:
+    assert unsplittable_field(api, parse_body(body)) == field
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        (b"{}", True),
+        (b'{"stream":false}', True),
+        (b'{"stream":true}', False),
+        (b'{"stream":true,"stream_options":null}', False),
+        (b'{"stream":true,"stream_options":{"include_usage":true}}', True),
+    ],
+)
+def test_the_usage_chunk_is_the_clients_only_if_it_asked(body: bytes, wanted: bool) -> None:
+    assert wants_usage_chunk(parse_body(body)) is wanted
+
+
+def test_tokenizing_sends_only_what_shapes_the_prompt() -> None:
+    body = tokenize_body(parse_body(b'{"model":"m","messages":[],"tools":[],"max_tokens":5}'))
+    assert msgspec.json.decode(body) == {"model": "m", "messages": [], "tools": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "ids"),
+    [
+        (b'{"prompt":[5,6]}', [5, 6]),
+        (b'{"prompt":"text"}', None),
+        (b'{"prompt":[]}', None),
+        (b'{"prompt":["a"]}', None),
+        (b"{}", None),
+    ],
+)
+def test_token_ids_of_a_prompt(body: bytes, ids: list[int] | None) -> None:
+    assert prompt_token_ids(parse_body(body)) == ids
