@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from kvloop.errors import DeadlineError
 
+_LEAST_SECONDS = 0.005
+"""No hop gets less. Also covers timers of gRPC that fire a moment early."""
+
 Clock = Callable[[], float]
 """Seconds on a clock that never goes back."""
 
@@ -25,8 +28,8 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether no hop may be started any more."""
-        return self._left() <= 0
+        """Whether too little is left to start another hop."""
+        return self._left() <= _LEAST_SECONDS
 
     def check(self) -> None:
         """Raise DeadlineError if the deadline has passed."""
@@ -37,7 +40,7 @@ class Deadline:
         """Seconds that the next hop may take: what is left, at most the limit.
 
         Raises:
-            DeadlineError: nothing is left.
+            DeadlineError: too little is left.
         """
         self.check()
         return min(self._left(), limit_seconds)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import structlog
 
 from kvloop.common.v1 import common_pb2
-from kvloop.errors import DeadlineError, InternalError, KvloopError
+from kvloop.errors import InternalError, KvloopError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.router.compatibility import hand_over_obstacle
@@ -111,8 +111,6 @@ class DecodeLeg:
             mid_answer=turn.first_chunk_at is not None,
         )
         if turn.first_chunk_at is not None or is_rejection(error):
-            raise error
-        if isinstance(error, DeadlineError):
             raise error
         turn.deadline.check()
         other = self._another(turn, worker)

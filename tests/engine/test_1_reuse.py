@@ -124,7 +124,7 @@ async def test_history_that_does_not_extend_is_reused_as_far_as_proven(
 
 async def test_edited_first_message_of_a_chat_is_exact(world: World) -> None:
     conversation = world.conversation()
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": world.words(200)},
         {"role": "assistant", "content": None},
         {"role": "user", "content": world.words(20)},
@@ -194,7 +194,11 @@ async def test_nothing_is_retained_without_a_conversation_or_with_reuse_disabled
 ) -> None:
     before = await world.decode.kv_usage()
     prompt = world.tokens(200)
-    for options in ({}, {"conversation_id": world.conversation(), "disable_reuse": True}):
+    cases: list[dict[str, Any]] = [
+        {},
+        {"conversation_id": world.conversation(), "disable_reuse": True},
+    ]
+    for options in cases:
         done = await world.client.generate(
             prompt, model=MODEL, max_tokens=10, temperature=0, **options
         ).collect()

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from services.worker.engine_command import EngineOptions, Platform, Role, engine_command
+from services.worker.engine_command import EngineOptions, engine_command
 from tests.engine.conftest import MODEL, World
 from tests.engine.engines import EngineProbe, eventually
 from tests.engine.turns import ANSWER, first_turn, take_handle
@@ -31,8 +31,8 @@ async def _stock_prefill(model: Path, log: Path) -> AsyncIterator[str]:
     """A prefill server as the launcher starts it, but with vLLM's own connector."""
     command = engine_command(
         EngineOptions(
-            role=Role.PREFILL,
-            platform=Platform.CPU,
+            role="prefill",
+            platform="cpu",
             python=sys.executable,
             model=str(model),
             model_is_local=True,

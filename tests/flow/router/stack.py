@@ -16,10 +16,8 @@ from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from services.router import app
 from services.router.settings import RouterSettings
 from tests.flow.router.fakes import (
-    MODEL,
     FakeWorker,
     LedgerServicer,
-    MemoryLedger,
     RegistryServicer,
     eventually,
     fake_kvmeta,
@@ -28,6 +26,7 @@ from tests.flow.router.fakes import (
     serve_kvmeta,
     serve_worker,
 )
+from tests.flow.router.memory_ledger import MODEL, MemoryLedger
 
 PREFILL = common_pb2.WORKER_ROLE_PREFILL
 DECODE = common_pb2.WORKER_ROLE_DECODE
@@ -151,6 +150,7 @@ async def running(
             "kvmeta": f"127.0.0.1:{kvmeta_port}",
             # Generous, so that a busy test machine does not look like an outage.
             "ledger_timeout_seconds": 5.0,
+            "connect_timeout_seconds": 5.0,
             "registry_retry_seconds": 0.01,
             "registry_retry_max_seconds": 0.05,
             "shutdown_grace_seconds": 0.0,

@@ -8,7 +8,8 @@ import pytest
 
 from kvloop import rpc
 from kvloop.errors import InternalError, InvalidFieldError, KvloopError, UnavailableError
-from tests.flow.router.fakes import BreakableLink, eventually, raises, waits
+from tests.flow.router.breakable_link import BreakableLink
+from tests.flow.router.fakes import eventually, raises, waits
 from tests.flow.router.stack import chat_request, running
 
 UNREACHABLE = UnavailableError("no engine", reason="ENGINE_UNREACHABLE")

@@ -14,7 +14,6 @@ from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from services.router import app
 from services.router.settings import RouterSettings
 from tests.flow.router.fakes import (
-    MemoryLedger,
     eventually,
     fake_kvmeta,
     fake_worker,
@@ -23,6 +22,7 @@ from tests.flow.router.fakes import (
     serve_worker,
     waits,
 )
+from tests.flow.router.memory_ledger import MemoryLedger
 from tests.flow.router.stack import DECODE, PREFILL, chat_request, running
 
 

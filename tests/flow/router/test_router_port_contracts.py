@@ -18,8 +18,6 @@ from kvloop.worker.v1 import worker_pb2
 from services.router.ledger import GrpcLedger, Ledger
 from services.router.worker_client import GrpcWorkerClient
 from tests.flow.router.fakes import (
-    MemoryLedger,
-    conversation,
     eventually,
     fake_kvmeta,
     fake_worker,
@@ -28,6 +26,7 @@ from tests.flow.router.fakes import (
     serve_worker,
     waits,
 )
+from tests.flow.router.memory_ledger import MemoryLedger, conversation
 from tests.flow.router.stack import DECODE
 
 KEY = conversation("c")

@@ -15,7 +15,8 @@ from kvloop.errors import (
     PreconditionError,
     UnavailableError,
 )
-from tests.flow.router.fakes import BreakableLink, eventually, raises, waits
+from tests.flow.router.breakable_link import BreakableLink
+from tests.flow.router.fakes import eventually, raises, waits
 from tests.flow.router.stack import Stack, running
 
 UNREACHABLE = UnavailableError("no engine", reason="ENGINE_UNREACHABLE")
@@ -152,6 +153,16 @@ async def test_connection_that_breaks_under_the_call_spends_the_handle() -> None
         assert stack.ledger.returned == []
 
 
+async def test_later_turns_avoid_a_prefill_worker_that_was_not_reached() -> None:
+    settings = {"worker_cooldown_seconds": 3600}
+    async with running(prefill=["p0", "p1"], settings=settings) as stack:
+        stack["p0"].prefill_steps = [raises(UNREACHABLE)]
+        await stack.chat("a")
+        await stack.chat("b")
+        assert len(stack["p0"].prefills) == 1
+        assert len(stack["p1"].prefills) == 2
+
+
 async def test_slow_prefill_is_given_up_and_repeated_without_the_handle() -> None:
     async with running(prefill=["p0", "p1"], settings={"prefill_timeout_seconds": 0.2}) as stack:
         stack.give_handle("c", "d0")
@@ -172,6 +183,8 @@ async def test_deadline_of_the_client_ends_the_prefill_leg_without_a_repeat() ->
         await eventually(lambda: stack.count("turns_total", outcome="cancelled") == 1)
         assert stack["p1"].calls == 0
         assert stack.ledger.returned == []
+        assert stack.count("fallbacks_total", cause="prefill_repeated") == 0
+        assert stack.count("fallbacks_total", cause="prefill_left_out") == 0
 
 
 async def test_missing_hand_over_is_counted_and_decode_computes_the_prompt() -> None:

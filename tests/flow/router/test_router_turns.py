@@ -10,7 +10,8 @@ from structlog.testing import capture_logs
 from kvloop.common.v1 import common_pb2
 from kvloop.kvmeta.v1 import ledger_pb2
 from kvloop.router.v1 import router_pb2
-from tests.flow.router.fakes import conversation, eventually, waits
+from tests.flow.router.fakes import eventually, waits
+from tests.flow.router.memory_ledger import conversation
 from tests.flow.router.stack import running
 
 

@@ -117,6 +117,7 @@ async def test_a_turn_cancelled_during_its_commit_keeps_its_place_in_the_ledger(
         call.cancel()
         await until(lambda: stack.worker.admission.in_flight == 0)
         held.set()
+        await until(lambda: stack.kvmeta.stored)
         # Had it been released, this line would not be the first.
         await stack.connector.finish("turn-2")
         assert await stack.connector.release() == ["req-1"]

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvloop.errors import InvalidFieldError
@@ -243,7 +243,11 @@ _JSON = st.recursive(
 )
 _OPAQUE_OBJECT = st.lists(st.tuples(_STRINGS, _JSON, _SPACE), max_size=4).map(_object)
 
+# A busy test machine is slow, not wrong.
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
+
+@_PATIENT
 @given(value=_JSON, name=st.sampled_from(["vendor_a", "vendor_b", "x-y.z", "ü"]))
 def test_unknown_members_reach_the_engine_byte_for_byte(value, name) -> None:
     extra = f"{{{json.dumps(name)}: {value} }}".encode()
@@ -251,6 +255,7 @@ def test_unknown_members_reach_the_engine_byte_for_byte(value, name) -> None:
     assert bytes(body[name]) == value.encode()
 
 
+@_PATIENT
 @given(schema=_OPAQUE_OBJECT, extra=_JSON)
 def test_tool_schemas_parts_and_message_extras_survive_byte_for_byte(schema, extra) -> None:
     request = router_pb2.ChatRequest(

@@ -13,7 +13,8 @@ from kvloop.errors import ConflictError, InternalError, KvloopError, Unavailable
 from kvloop.kvmeta.v1 import ledger_pb2
 from services.router.handles import HandleDesk, HeldHandle
 from services.router.metrics import RouterMetrics
-from tests.flow.router.fakes import MemoryLedger, conversation, eventually, make_worker
+from tests.flow.router.fakes import eventually, make_worker
+from tests.flow.router.memory_ledger import MemoryLedger, conversation
 from tests.flow.router.stack import DECODE
 
 KEY = conversation("c")
@@ -136,23 +137,27 @@ async def test_late_answer_goes_back_and_the_turn_does_not_wait_for_it() -> None
         await eventually(lambda: returned("late") == 1)
 
 
-async def test_cancelled_turn_returns_what_it_was_about_to_get() -> None:
+@pytest.mark.parametrize("ticks", range(6))
+@pytest.mark.parametrize("slow", [False, True])
+async def test_turn_that_is_cancelled_at_any_moment_loses_no_handle(ticks, slow) -> None:
     ledger = ScriptedLedger()
-    handle = ledger.commit(KEY, D0, b"{}", turn=1)
-    ledger.gate.clear()
+    ledger.commit(KEY, D0, b"{}", turn=1)
+    if slow:
+        ledger.gate.clear()
     async with desk(ledger) as (handles, _):
 
         async def turn() -> None:
             async with handles.open_turn(KEY, "t"):
-                pytest.fail("the turn was cancelled before")
+                await asyncio.Event().wait()
 
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(turn())
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            for _ in range(ticks):
+                await asyncio.sleep(0)
             task.cancel()
         ledger.gate.set()
-        await eventually(lambda: ledger.returned == [handle.handle_id])
+    assert ledger.returned == ledger.taken
+    assert ledger.taken or ticks <= 1
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ class FakeKvmeta(ledger_pb2_grpc.LedgerServiceServicer, registry_pb2_grpc.Regist
 
     def __init__(self) -> None:
         self.commits: list[ledger_pb2.CommitTurnRequest] = []
+        self.stored: list[ledger_pb2.CommitTurnRequest] = []
         self.registered: list[registry_pb2.RegisterWorkerRequest] = []
         self.renewals: list[registry_pb2.KeepAliveRequest] = []
         self.ended: list[str] = []
@@ -37,6 +38,7 @@ class FakeKvmeta(ledger_pb2_grpc.LedgerServiceServicer, registry_pb2_grpc.Regist
             await self.hold.wait()
         if self.error is not None:
             raise self.error
+        self.stored.append(request)
         return ledger_pb2.CommitTurnResponse(
             handle_id="h1", granted_ttl=duration_pb2.Duration(seconds=470)
         )

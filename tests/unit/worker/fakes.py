@@ -107,16 +107,18 @@ class FakeLedger:
 
     def __init__(self) -> None:
         self.commits: list[Commit] = []
+        self.stored: list[Commit] = []
         self.answers: list[float | Exception | asyncio.Event] = []
 
     async def commit(self, commit: Commit, *, timeout_seconds: float) -> float:
         self.commits.append(commit)
         answer = self.answers.pop(0) if self.answers else 60.0
-        if isinstance(answer, asyncio.Event):
-            await answer.wait()
-            return 60.0
         if isinstance(answer, Exception):
             raise answer
+        if isinstance(answer, asyncio.Event):
+            await answer.wait()
+            answer = 60.0
+        self.stored.append(commit)
         return answer
 
 

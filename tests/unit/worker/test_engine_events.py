@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def _listener(path: Path) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def _accept(listener: socket.socket) -> Iterator[tuple[socket.socket, Iterator[dict]]]:
+def _accept(listener: socket.socket) -> Iterator[tuple[socket.socket, Iterator[Any]]]:
     connection, _ = listener.accept()
     connection.settimeout(10)
     with connection, connection.makefile("rb") as lines:

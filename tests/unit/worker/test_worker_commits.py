@@ -210,7 +210,8 @@ async def test_the_answer_does_not_wait_for_a_slow_ledger_but_the_commit_goes_on
     assert (await world.run(committer)).outcome is CommitOutcome.LEDGER_UNAVAILABLE
     assert world.link.released == []
     slow.set()
-    await until(lambda: len(world.ledger.commits) == 1)
+    await until(lambda: world.ledger.stored)
+    assert len(world.ledger.commits) == 1
 
 
 async def test_a_caller_who_leaves_before_the_event_gets_the_turn_released(
@@ -235,7 +236,7 @@ async def test_a_caller_who_leaves_during_the_commit_does_not_interrupt_it(
         await until(lambda: world.ledger.commits)
         task.cancel()
     stored.set()
-    await asyncio.sleep(0)
+    await until(lambda: world.ledger.stored)
     assert world.link.released == []
 
 

@@ -72,6 +72,7 @@ async def test_all_processes_end_with_the_block(log: Path) -> None:
     async with start_engine(PROGRAM, ENVIRONMENT, log, stop_grace_seconds=20) as process:
         pids = await _started(log)
         assert process.exit_status is None
+        assert os.getsid(pids[0]) != os.getsid(0)  # out of reach of the terminal's Ctrl-C
         ending_at = time.monotonic()
     assert _alive(pids) == []
     assert time.monotonic() - ending_at < 10  # they obeyed SIGTERM
