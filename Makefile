@@ -26,7 +26,7 @@ PROTOS := $(shell find protos -name '*.proto')
 # protoc finds its plugins, and child processes find this Python, on the path.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo up test test-fast lint protos setup clean
+.PHONY: help demo up test test-versions test-fast lint protos setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -41,6 +41,9 @@ up: setup ## a whole stack on this machine, until Ctrl-C
 
 test: setup ## all tests, those on real engines included
 	python -m pytest $(ARGS)
+
+test-versions: setup ## the connector against the sources of other vLLM versions
+	KVLOOP_VLLM_SOURCES=$$(.ci/vllm-sources) python -m pytest tests/versions $(ARGS)
 
 test-fast: setup ## all tests but those on real engines
 	python -m pytest --ignore=tests/engine $(ARGS)
@@ -71,18 +74,18 @@ $(STAMPS)/venv:
 # Why --no-deps, and why torch comes last: see the head of engine-cpu.txt.
 $(STAMPS)/engine-cpu: requirements/engine-cpu.txt requirements/kvloop.txt requirements/dev.txt $(STAMPS)/venv
 	@echo "installing vLLM for the CPU and everything else, about 2.5 GB; 3 to 4 minutes"
-	$(PIP) install --quiet --no-deps -r requirements/engine-cpu.txt $(PINS)
-	$(PIP) install --quiet -c requirements/engine-cpu.txt torch
+	$(PIP) install --no-deps -r requirements/engine-cpu.txt $(PINS) 2>&1 | .ci/pip-progress
+	$(PIP) install -c requirements/engine-cpu.txt torch 2>&1 | .ci/pip-progress
 	touch $@
 
 $(STAMPS)/engine-cuda: requirements/engine-cuda.txt requirements/kvloop.txt requirements/dev.txt $(STAMPS)/venv
 	@echo "installing vLLM for CUDA and everything else, about 10 GB"
-	$(PIP) install --quiet -r requirements/engine-cuda.txt $(PINS)
+	$(PIP) install -r requirements/engine-cuda.txt $(PINS) 2>&1 | .ci/pip-progress
 	touch $@
 
 # Installing generates the protobuf code.
 $(STAMPS)/kvloop: pyproject.toml $(STAMPS)/engine-$(ENGINE)
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) install --no-deps --no-build-isolation --editable . 2>&1 | .ci/pip-progress
 	touch $@
 
 $(STAMPS)/protos: $(PROTOS) hatch_build.py $(STAMPS)/kvloop

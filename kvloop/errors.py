@@ -31,6 +31,13 @@ DOMAIN = "kvloop"
 # A status may travel in HTTP/2 trailers, which peers bound to 8 KiB or so.
 _MAX_METADATA_VALUE = 1024
 
+ENGINE_BODY = "engine_body"
+"""Metadata key of an engine's whole error body. It is for kvloop's own hops,
+whose channels allow for it, and does not reach callers of the gRPC API."""
+MAX_ENGINE_BODY = 16 * 1024
+"""Characters of an engine's error body that are passed on. A larger one is left
+out, since a part of it is no JSON."""
+
 
 class KvloopError(Exception):
     """Something kvloop could not do.
@@ -175,7 +182,10 @@ def to_status(error: KvloopError) -> status_pb2.Status:
     info = error_details_pb2.ErrorInfo(
         reason=error.reason,
         domain=DOMAIN,
-        metadata={key: value[:_MAX_METADATA_VALUE] for key, value in error.metadata.items()},
+        metadata={
+            key: value[: MAX_ENGINE_BODY if key == ENGINE_BODY else _MAX_METADATA_VALUE]
+            for key, value in error.metadata.items()
+        },
     )
     detail = any_pb2.Any()
     detail.Pack(info)

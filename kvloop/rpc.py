@@ -14,9 +14,16 @@ MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 context take about 2 MiB; prompts with images take tens. gRPC's default of 4 MiB
 is too small for both."""
 
+MAX_METADATA_BYTES = 64 * 1024
+"""Metadata of one call, trailers included. gRPC's default of 8 KiB is too small
+for an engine's error body of 16 KiB in base64."""
+
 OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # An engine's error body travels in the trailers; see `kvloop.errors`.
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

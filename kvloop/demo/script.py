@@ -19,7 +19,10 @@ _REASONS = (
 
 @dataclass(frozen=True, slots=True)
 class DemoScript:
-    """The user's side of one conversation.
+    """The user's side of one conversation: a long start, then short additions.
+
+    That is the shape of agents' conversations, whose turns add a tool's output or
+    a question to a context that is long already.
 
     Attributes:
         turns: number of turns, at least 2.
@@ -29,8 +32,8 @@ class DemoScript:
     """
 
     turns: int = 4
-    first_characters: int = 5_400
-    further_characters: int = 3_600
+    first_characters: int = 13_000
+    further_characters: int = 900
     answer_tokens: int = 48
 
     def __post_init__(self) -> None:

@@ -108,13 +108,11 @@ class EngineHost:
 
     def restart(self, after_seconds: float) -> None:
         """End this life at once; begin another one later."""
-        self._restart_after = after_seconds
-        self._ended.set()
+        self._end(after_seconds)
 
     def exit(self) -> None:
         """End this life; begin another one only when `start` is called."""
-        self._restart_after = None
-        self._ended.set()
+        self._end(None)
 
     def start(self) -> None:
         """Begin a new life after `exit`. An engine that is up is left alone."""
@@ -130,6 +128,13 @@ class EngineHost:
         """Close the connection with a client."""
         if self._server is not None:
             self._server.hang_up(client)
+
+    def _end(self, restart_after: float | None) -> None:
+        if self.state is HostState.DOWN:
+            return
+        self.state = HostState.DOWN
+        self._restart_after = restart_after
+        self._ended.set()
 
     async def _accept_again(self, server: HttpServer, seconds: float) -> None:
         await self._set(HostState.REFUSING)

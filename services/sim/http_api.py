@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import structlog
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -163,6 +164,12 @@ class EngineApi:
 
     async def _order(self, request: Request) -> Response:
         order: Order = _decode(await request.body(), Order)
+        reply = _json({})
+        # After the reply is sent: some orders cut its connection.
+        reply.background = BackgroundTask(self._carry_out, order)
+        return reply
+
+    async def _carry_out(self, order: Order) -> None:
         match order:
             case Restart():
                 self._parts.control.restart(order.seconds)
@@ -170,7 +177,6 @@ class EngineApi:
                 self._parts.control.refuse(order.seconds)
             case Exit():
                 self._parts.control.exit()
-        return _json({})
 
     async def _list_faults(self, request: Request) -> Response:
         return _json([standing_json(standing) for standing in self._faults.all()])

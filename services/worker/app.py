@@ -29,6 +29,7 @@ from services.worker.prefill import PrefillLeg
 from services.worker.readiness import until_ready, watch_health, watch_process
 from services.worker.registration import Registration
 from services.worker.registry import GrpcRegistry, Registry
+from services.worker.releases import GrpcReleaseFeed, ReleaseFeed, ReleaseFollower
 from services.worker.service import WorkerParts, WorkerService
 from services.worker.settings import WorkerSettings
 from services.worker.tasks import background_tasks
@@ -56,6 +57,7 @@ async def build(
     engine: Engine | None = None,
     ledger: Ledger | None = None,
     registry: Registry | None = None,
+    releases: ReleaseFeed | None = None,
 ) -> AsyncIterator[Worker]:
     """Serve one leg on one engine while the block runs.
 
@@ -70,6 +72,7 @@ async def build(
         engine: an engine to use in place of one over HTTP; none is started.
         ledger: the conversation ledger; kvmeta's if omitted.
         registry: the worker registry; kvmeta's if omitted.
+        releases: what the ledger wants freed; kvmeta's if omitted.
 
     Raises:
         OSError: an address or the event socket cannot be bound.
@@ -174,6 +177,10 @@ async def build(
 
         stack.push_async_callback(drain)
         tasks.start(registration.run(), name="registration")
+        if settings.role == "decode":
+            feed = releases or GrpcReleaseFeed(channel)
+            follower = ReleaseFollower(feed, hub, clock, settings.worker_id)
+            tasks.start(follower.run(), name="releases")
         tasks.start(
             watch_process(process)
             if process is not None

@@ -49,6 +49,11 @@ class _ChunkJson(msgspec.Struct):
     usage: _UsageJson | None = None
 
 
+class _ReplyJson(msgspec.Struct):
+    usage: _UsageJson | None = None
+
+
+_REPLY = msgspec.json.Decoder(_ReplyJson)
 _CHUNK = msgspec.json.Decoder(_ChunkJson)
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _KV_TRANSFER_PARAMS = f'"{KV_TRANSFER_PARAMS}"'.encode()
@@ -78,6 +83,21 @@ def read_chunk(payload: bytes) -> Chunk:
         ends_answer=any(choice.finish_reason is not None for choice in chunk.choices),
         usage=usage,
         only_usage=usage is not None and not chunk.choices,
+    )
+
+
+def read_whole(reply: bytes) -> Chunk:
+    """Look at a reply that came in one piece."""
+    if _KV_TRANSFER_PARAMS in reply:
+        reply = _without_params(reply)
+    try:
+        usage = _REPLY.decode(reply).usage
+    except msgspec.DecodeError:
+        usage = None  # not a reply of ours to understand
+    return Chunk(
+        reply,
+        ends_answer=True,
+        usage=Usage(usage.prompt_tokens, usage.completion_tokens or 0) if usage else None,
     )
 
 

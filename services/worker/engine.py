@@ -17,6 +17,7 @@ class Api(StrEnum):
 
     CHAT_COMPLETIONS = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    TOKENIZE = "/tokenize"
 
 
 @dataclass(frozen=True)

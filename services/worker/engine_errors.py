@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 from kvloop.errors import (
+    ENGINE_BODY,
+    MAX_ENGINE_BODY,
     InternalError,
     InvalidFieldError,
     KvloopError,
@@ -21,7 +23,8 @@ trailers, which peers bound to a few KiB."""
 
 def from_reply(status: int, body: bytes) -> KvloopError:
     """The error in an HTTP reply with a status of 400 or above."""
-    return _make(status, _parse(body), fallback=body[:_MAX_MESSAGE].decode(errors="replace"))
+    fallback = body[:_MAX_MESSAGE].decode(errors="replace")
+    return _make(status, _parse(body), body, fallback=fallback)
 
 
 def from_event(payload: bytes) -> KvloopError | None:
@@ -38,7 +41,7 @@ def from_event(payload: bytes) -> KvloopError | None:
     error = _find(event)
     code = error.get("code")
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
-    return _make(status, error, fallback="the engine ended the stream with an error")
+    return _make(status, error, payload, fallback="the engine ended the stream with an error")
 
 
 def unreachable(url: str, error: BaseException) -> UnavailableError:
@@ -57,10 +60,12 @@ def lost(url: str, detail: str) -> UnavailableError:
     )
 
 
-def _make(status: int, error: dict[str, Any], *, fallback: str) -> KvloopError:
+def _make(status: int, error: dict[str, Any], body: bytes, *, fallback: str) -> KvloopError:
     found = error.get("message")
     message = (found if isinstance(found, str) and found else fallback)[:_MAX_MESSAGE]
     facts: dict[str, str | int] = {"http_status": status, "engine_message": message}
+    if len(body) <= MAX_ENGINE_BODY:
+        facts[ENGINE_BODY] = body.decode(errors="replace")
     if status == 404 and error.get("type") == "NotFoundError":
         return ModelNotFoundError(
             f"the engine does not serve the model: {message}",

@@ -134,16 +134,13 @@ def decode_body(members: Body, *, turn_id: str, params: bytes, retain: bool) -> 
         params: the prefill engine's hand-off; empty if there was none.
         retain: whether the engine shall keep the turn's KV at its end.
     """
-    changed: dict[str, Any] = {"stream": True, "stream_options": _with_usage(members)}
-    if params:
-        added: dict[str, Any] = {TURN_ID: turn_id}
-        if not retain:
-            added[RETAIN] = False
-        changed[KV_TRANSFER_PARAMS] = msgspec.Raw(splice(params, added))
-    elif retain:
-        # Whatever carries transfer params is retained by the engine at its end.
-        changed[KV_TRANSFER_PARAMS] = {TURN_ID: turn_id} | _RETAIN_ONLY
-    return _encode(members | changed)
+    streamed: dict[str, Any] = {"stream": True, "stream_options": _with_usage(members)}
+    return _encode(members | streamed | _decode_params(turn_id, params, retain))
+
+
+def whole_decode_body(members: Body, *, turn_id: str, params: bytes, retain: bool) -> bytes:
+    """The client's body for a reply in one piece. Arguments as for `decode_body`."""
+    return _encode(members | _decode_params(turn_id, params, retain))
 
 
 def wants_usage_chunk(members: Body) -> bool:
@@ -243,6 +240,19 @@ def value(members: Body, name: str) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidFieldError(f"{name} is not valid JSON: {error}", field=name) from error
+
+
+def _decode_params(turn_id: str, params: bytes, retain: bool) -> dict[str, Any]:
+    """The member that makes the engine pull, or retain, or both; none for neither."""
+    if params:
+        added: dict[str, Any] = {TURN_ID: turn_id}
+        if not retain:
+            added[RETAIN] = False
+        return {KV_TRANSFER_PARAMS: msgspec.Raw(splice(params, added))}
+    if retain:
+        # Whatever carries transfer params is retained by the engine at its end.
+        return {KV_TRANSFER_PARAMS: {TURN_ID: turn_id} | _RETAIN_ONLY}
+    return {}
 
 
 def _with_usage(members: Body) -> dict[str, Any]:

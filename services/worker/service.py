@@ -13,6 +13,7 @@ from kvloop.common.v1 import common_pb2
 from kvloop.errors import InvalidFieldError, PreconditionError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
+from services.common.history_digest import DIGEST_BYTES
 from services.worker.admission import Admission
 from services.worker.decode import DecodeLeg, DecodeOrder, DecodeSummary
 from services.worker.durations import to_duration
@@ -86,6 +87,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             body=request.body_json,
             params=request.transfer_params_json,
             conversation=_conversation(request.commit) if request.HasField("commit") else None,
+            history=request.commit.history_digest,
+            whole=request.whole,
         )
         with self._parts.admission.leg():
             async with aclosing(self._parts.decode.run(order)) as events:
@@ -109,6 +112,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.CountTokensResponse(
             num_tokens=count.tokens, max_model_len=count.max_model_len
         )
+
+    async def Tokenize(
+        self, request: worker_pb2.TokenizeRequest, context: Context
+    ) -> worker_pb2.TokenizeResponse:
+        """Pass a request on to the engine's /tokenize."""
+        parse_body(request.body_json)
+        reply = await self._parts.engine.complete(Api.TOKENIZE, request.body_json)
+        return worker_pb2.TokenizeResponse(reply_json=reply)
 
     async def ReleaseBlocks(
         self, request: worker_pb2.ReleaseBlocksRequest, context: Context
@@ -171,7 +182,12 @@ def _api(api: common_pb2.Api.ValueType) -> Api:
 
 def _conversation(commit: worker_pb2.TurnRef) -> Conversation:
     key = commit.key
-    for name in ("tenant", "model", "conversation_id"):
+    if commit.history_digest and len(commit.history_digest) != DIGEST_BYTES:
+        raise InvalidFieldError(
+            f"commit.history_digest needs {DIGEST_BYTES} bytes", field="commit.history_digest"
+        )
+    derived = bool(commit.history_digest)
+    for name in ("tenant", "model", *(() if derived else ("conversation_id",))):
         if not getattr(key, name):
             raise InvalidFieldError(f"commit.key.{name} is required", field=f"commit.key.{name}")
     return Conversation(key.tenant, key.model, key.conversation_id, commit.turn)

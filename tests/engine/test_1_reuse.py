@@ -15,6 +15,7 @@ import pytest
 from kvloop import Completion
 from kvloop.errors import KvloopError
 from tests.engine.conftest import MODEL, World
+from tests.engine.engines import eventually
 from tests.engine.turns import ANSWER, chat, first_turn, generate
 
 
@@ -233,12 +234,19 @@ async def test_cache_salts_of_turns_must_agree(world: World) -> None:
     assert third.token_ids == await world.prefill.recompute_prompt(third_prompt, ANSWER)
 
 
-async def test_ended_conversation_misses(world: World) -> None:
+async def test_ended_conversation_frees_decode_memory_and_misses(world: World) -> None:
     conversation = world.conversation()
+    usage = await world.decode.kv_usage()
     history = await first_turn(world, conversation)
+    assert await world.decode.kv_usage() > usage
     ended = await world.client.end_conversation(conversation, model=MODEL)
     assert ended.found
     assert ended.released
+
+    async def freed() -> bool:
+        return await world.decode.kv_usage() <= usage
+
+    await eventually(freed, "the ended conversation's blocks are freed", seconds=5)
     done = await generate(world, [*history, *world.tokens(5)], conversation)
     assert done.receipt.miss_reason == "RELEASED"
     assert not done.receipt.handle_hit
