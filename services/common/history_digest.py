@@ -118,7 +118,9 @@ def _content(raw: msgspec.Raw) -> Any:
         if len(texts) != len(content):
             return content
         content = "\n".join(text for text in texts if isinstance(text, str))
-    return (content or "").strip() if content is None or isinstance(content, str) else content
+    if content is None:
+        return ""
+    return content.strip() if isinstance(content, str) else content
 
 
 def _is_text(part: object) -> bool:

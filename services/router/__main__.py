@@ -23,6 +23,8 @@ async def _serve(settings: RouterSettings, stop: asyncio.Event) -> None:
             listen=settings.listen,
             port=router.port,
             kvmeta=settings.kvmeta,
+            gateway_listen=settings.gateway_listen,
+            gateway_port=router.gateway_port,
             metrics_port=router.metrics_port,
         )
         await stop.wait()

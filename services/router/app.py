@@ -9,21 +9,31 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from limits import parse_many
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from kvloop import rpc
+from kvloop.common.v1 import common_pb2
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from services.common import rpc_server
 from services.router import metrics as router_metrics
+from services.router.admission import AdmissionLimits, TurnAdmission
 from services.router.deadline import Clock
 from services.router.decode_leg import DecodeLeg
 from services.router.explain import Explainer
+from services.router.gateway import server as gateway
+from services.router.gateway.pages import Pages
+from services.router.gateway.requests import ReadingRules
+from services.router.gateway.turns import TurnEndpoint
 from services.router.handles import HandleDesk
+from services.router.keys import Authenticator, KeyFile, OpenDoor, key_lines, parse_keys
 from services.router.ledger import GrpcLedger, Ledger
 from services.router.length import LengthCheck
 from services.router.metrics import RouterMetrics
 from services.router.policy import Rng
 from services.router.prefill_leg import PrefillLeg
+from services.router.reception import Reception
 from services.router.registry import Backoff, GrpcRegistry, Registry, RegistryFollower
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
@@ -37,6 +47,8 @@ class Router:
 
     port: int
     """Port of the gRPC server."""
+    gateway_port: int | None
+    """Port of the OpenAI-compatible HTTP server, if there is one."""
     metrics_port: int | None
     """Port of the Prometheus endpoint, if there is one."""
     metrics: RouterMetrics
@@ -52,6 +64,7 @@ async def build(
     settings: RouterSettings,
     *,
     clock: Clock = time.monotonic,
+    wall_clock: Clock = time.time,
     rng: Rng = random.random,
     ledger: Ledger | None = None,
     registry: Registry | None = None,
@@ -65,14 +78,17 @@ async def build(
     Args:
         settings: the router's settings.
         clock: seconds on a clock that never goes back.
+        wall_clock: seconds since the epoch.
         rng: random numbers in [0, 1), to break ties between workers.
         ledger: the conversation ledger; kvmeta's if omitted.
         registry: the worker registry; kvmeta's if omitted.
         connect: opens a channel to a worker.
 
     Raises:
-        OSError: an address cannot be bound.
+        OSError: an address cannot be bound, or the API keys cannot be read.
+        ValueError: the file of API keys is not well formed.
     """
+    authenticator = _authenticator(settings, clock)
     metrics = RouterMetrics(CollectorRegistry())
     async with AsyncExitStack() as stack:
         kvmeta = await stack.enter_async_context(rpc.open_channel(settings.kvmeta))
@@ -96,7 +112,24 @@ async def build(
         following = tasks.create_task(follower.run(), name="follow registry")
         stack.callback(following.cancel)
 
-        service = _service(settings, pool, ledger, metrics, tasks, clock=clock, rng=rng)
+        pipeline = _pipeline(settings, pool, ledger, metrics, tasks, clock=clock, rng=rng)
+        reception = Reception(
+            authenticator=authenticator,
+            admission=TurnAdmission(_admission_limits(settings)),
+            pipeline=pipeline,
+            metrics=metrics,
+            clock=clock,
+            max_turn_seconds=settings.max_turn_seconds,
+            deadline_margin_seconds=settings.deadline_margin_seconds,
+        )
+        ledger_timeout = settings.ledger_call_timeout_seconds
+        service = RouterService(
+            reception=reception,
+            explainer=Explainer(pool, ledger, rng=rng, timeout_seconds=ledger_timeout),
+            pool=pool,
+            ledger=ledger,
+            ledger_timeout_seconds=ledger_timeout,
+        )
         metrics_port = (
             stack.enter_context(router_metrics.expose(metrics.registry, settings.metrics_listen))
             if settings.metrics_listen is not None
@@ -110,10 +143,58 @@ async def build(
                 grace_seconds=settings.shutdown_grace_seconds,
             )
         )
-        yield Router(port, metrics_port, metrics, pool, follower)
+        gateway_port = None
+        if settings.gateway_listen:
+            pages = Pages(
+                reception=reception,
+                pool=pool,
+                registry=metrics.registry,
+                rng=rng,
+                ready=lambda: any(model.decode for model in pool.models()),
+                started_at=int(wall_clock()),
+                max_body_bytes=settings.max_body_bytes,
+                connect_timeout_seconds=settings.connect_timeout_seconds,
+                timeout_seconds=settings.length_check_timeout_seconds,
+            )
+            gateway_port = await stack.enter_async_context(
+                gateway.serve(
+                    _gateway_app(settings, reception, pages),
+                    settings.gateway_listen,
+                    grace_seconds=settings.shutdown_grace_seconds,
+                )
+            )
+        yield Router(port, gateway_port, metrics_port, metrics, pool, follower)
 
 
-def _service(
+def _authenticator(settings: RouterSettings, clock: Clock) -> Authenticator:
+    ring = parse_keys(key_lines(settings.api_keys))
+    if settings.api_keys_file is None and not ring.entries:
+        return OpenDoor()
+    return KeyFile(settings.api_keys_file, ring, isolated=settings.isolate_tenants, clock=clock)
+
+
+def _admission_limits(settings: RouterSettings) -> AdmissionLimits:
+    return AdmissionLimits(
+        running=settings.max_running_turns,
+        waiting=settings.max_waiting_turns,
+        wait_seconds=settings.max_wait_seconds,
+        rates=tuple(parse_many(settings.rate_limit)) if settings.rate_limit else (),
+    )
+
+
+def _gateway_app(settings: RouterSettings, reception: Reception, pages: Pages) -> ASGIApp:
+    rules = ReadingRules(
+        derive_conversations=settings.derive_conversations,
+        tell_cached_tokens=settings.tell_cached_tokens,
+    )
+    chat, completions = (
+        TurnEndpoint(api, reception, rules, max_body_bytes=settings.max_body_bytes)
+        for api in (common_pb2.API_CHAT_COMPLETIONS, common_pb2.API_COMPLETIONS)
+    )
+    return gateway.build_app(chat, completions, pages)
+
+
+def _pipeline(
     settings: RouterSettings,
     pool: WorkerPool,
     ledger: Ledger,
@@ -122,7 +203,7 @@ def _service(
     *,
     clock: Clock,
     rng: Rng,
-) -> RouterService:
+) -> TurnPipeline:
     handles = HandleDesk(
         ledger,
         metrics,
@@ -130,7 +211,7 @@ def _service(
         patience_seconds=settings.ledger_timeout_seconds,
         call_timeout_seconds=settings.ledger_call_timeout_seconds,
     )
-    pipeline = TurnPipeline(
+    return TurnPipeline(
         pool=pool,
         handles=handles,
         length=LengthCheck(
@@ -153,16 +234,4 @@ def _service(
         metrics=metrics,
         clock=clock,
         rng=rng,
-    )
-    explainer = Explainer(
-        pool, ledger, rng=rng, timeout_seconds=settings.ledger_call_timeout_seconds
-    )
-    return RouterService(
-        pipeline=pipeline,
-        explainer=explainer,
-        pool=pool,
-        ledger=ledger,
-        metrics=metrics,
-        clock=clock,
-        settings=settings,
     )

@@ -73,9 +73,8 @@ class DecodeLeg:
             api=turn.request.api,
             body_json=turn.request.body_json,
             transfer_params_json=turn.transfer_params,
-            commit=(
-                worker_pb2.TurnRef(key=turn.key, turn=turn.number) if turn.key is not None else None
-            ),
+            commit=turn.commit,
+            whole=turn.request.whole,
         )
         with self._pool.use(worker.worker_id) as client:
             await client.connect(

@@ -61,7 +61,9 @@ class Explainer:
         self._rng = rng
         self._timeout_seconds = timeout_seconds
 
-    async def explain(self, model: str, conversation_id: str) -> router_pb2.ExplainRouteResponse:
+    async def explain(
+        self, tenant: str, model: str, conversation_id: str
+    ) -> router_pb2.ExplainRouteResponse:
         """The ranking of every worker of the model, and what reuse would do.
 
         Raises:
@@ -69,7 +71,7 @@ class Explainer:
             UnavailableError: no worker can take a turn now.
         """
         admit(model, self._pool.models())
-        retained = await self._retained(model, conversation_id)
+        retained = await self._retained(tenant, model, conversation_id)
         decode = rank_decode(
             self._pool.candidates(model, common_pb2.WORKER_ROLE_DECODE),
             holder_id=retained.worker_id if retained.available else "",
@@ -96,12 +98,13 @@ class Explainer:
             remaining_ttl=retained.remaining_ttl,
         )
 
-    async def _retained(self, model: str, conversation_id: str) -> _Retained:
+    async def _retained(self, tenant: str, model: str, conversation_id: str) -> _Retained:
         if not conversation_id:
             return _Retained(common_pb2.MISS_REASON_NO_CONVERSATION)
         try:
             found = await self._ledger.get_conversation(
-                conversation_key(model, conversation_id), timeout_seconds=self._timeout_seconds
+                conversation_key(tenant, model, conversation_id),
+                timeout_seconds=self._timeout_seconds,
             )
         except NotFoundError:
             return _Retained(common_pb2.MISS_REASON_FIRST_TURN)

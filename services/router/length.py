@@ -93,7 +93,12 @@ class LengthCheck:
         if limit == 0:
             return
         tokens = request.prompt_tokens
-        if tokens is None and len(request.body_json) > self._bytes_per_token * limit:
+        several = request.options.prompts > 1  # which only the engine can judge
+        if (
+            tokens is None
+            and not several
+            and len(request.body_json) > self._bytes_per_token * limit
+        ):
             tokens = await self._count(request, decode_worker_id, deadline)
         refuse_if_too_long(request, tokens, limit)
 

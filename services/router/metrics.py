@@ -22,6 +22,8 @@ class Outcome(Enum):
     """The whole answer was sent."""
     REJECTED = "rejected"
     """The request was at fault."""
+    TURNED_AWAY = "turned_away"
+    """A limit on turns was reached, or no turn ended in time to make room."""
     FAILED = "failed"
     """No worker could answer, or the answer broke off."""
     CANCELLED = "cancelled"

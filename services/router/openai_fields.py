@@ -149,6 +149,11 @@ class Options(msgspec.Struct, frozen=True):
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     truncate_prompt_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    cache_salt: str | None = None
+    prompts: int = 1
+    """Prompts in one completions body; set by whoever knows the body."""
 
     @property
     def single_leg_feature(self) -> str | None:
@@ -156,14 +161,17 @@ class Options(msgspec.Struct, frozen=True):
 
         A hand-over is read by one sequence only, so several choices or beams
         cannot share it; and what the prompt's logits give is computed where the
-        prompt is, while the answer comes from the decode worker.
+        prompt is, while the answer comes from the decode worker. Both legs must
+        also cut the prompt at the same place.
         """
         wanted = {
+            "prompt": self.prompts > 1,
             "n": (self.n or 1) > 1,
             "best_of": (self.best_of or 1) > 1,
             "use_beam_search": bool(self.use_beam_search),
             "prompt_logprobs": self.prompt_logprobs is not None,
             "echo": bool(self.echo),
+            "truncate_prompt_tokens": (self.truncate_prompt_tokens or 0) < 0,
         }
         return next((name for name, present in wanted.items() if present), None)
 

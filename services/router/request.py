@@ -7,6 +7,7 @@ of the field at fault.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +16,8 @@ from kvloop.common.v1 import common_pb2
 from kvloop.errors import InvalidFieldError
 from kvloop.router.v1 import router_pb2
 from services.router.body import Member, encode, member, parse_object
+from services.router.history import History
+from services.router.identity import ANYONE, DEFAULT_TENANT, Caller
 from services.router.messages import openai_messages, openai_tools
 from services.router.openai_fields import Options, check_members, refuse_reserved
 
@@ -46,12 +49,20 @@ class TurnRequest:
     """The caller's own id; echoed, never used inside."""
     disable_reuse: bool = False
     """Recompute everything and leave retained KV alone."""
+    tenant: str = DEFAULT_TENANT
+    """Owner of the conversation."""
+    history: History | None = None
+    """What names the conversation if it has no id."""
+    whole: bool = False
+    """The answer is wanted in one piece."""
+    tell_cached_tokens: bool = False
+    """Whether `usage` shall say how many prompt tokens were not computed."""
 
     @property
     def retains(self) -> bool:
         """Whether the turn may use and leave behind retained KV."""
         return (
-            bool(self.conversation_id)
+            bool(self.conversation_id or self.history)
             and not self.disable_reuse
             and self.options.single_leg_feature is None
         )
@@ -63,12 +74,12 @@ class TurnRequest:
             return common_pb2.MISS_REASON_REUSE_DISABLED
         if self.options.single_leg_feature is not None:
             return common_pb2.MISS_REASON_UNSUPPORTED
-        if not self.conversation_id:
+        if not (self.conversation_id or self.history):
             return common_pb2.MISS_REASON_NO_CONVERSATION
         return common_pb2.MISS_REASON_UNSPECIFIED
 
 
-def chat_turn(request: router_pb2.ChatRequest) -> TurnRequest:
+def chat_turn(request: router_pb2.ChatRequest, caller: Caller = ANYONE) -> TurnRequest:
     """The turn that a ChatRequest asks for.
 
     Raises:
@@ -83,10 +94,10 @@ def chat_turn(request: router_pb2.ChatRequest) -> TurnRequest:
         members["tools"] = member(openai_tools(request.tools), "tools")
     if request.tool_choice_json:
         members["tool_choice"] = _opaque(request.tool_choice_json, "tool_choice_json")
-    return _turn(request, common_pb2.API_CHAT_COMPLETIONS, members, prompt_path="messages")
+    return _turn(request, caller, common_pb2.API_CHAT_COMPLETIONS, members, prompt_path="messages")
 
 
-def generate_turn(request: router_pb2.GenerateRequest) -> TurnRequest:
+def generate_turn(request: router_pb2.GenerateRequest, caller: Caller = ANYONE) -> TurnRequest:
     """The turn that a GenerateRequest asks for.
 
     Raises:
@@ -108,6 +119,7 @@ def generate_turn(request: router_pb2.GenerateRequest) -> TurnRequest:
     members = {"model": member(request.model, "model"), "prompt": member(prompt, path)}
     return _turn(
         request,
+        caller,
         common_pb2.API_COMPLETIONS,
         members,
         prompt_path=path,
@@ -145,6 +157,7 @@ def _check_ids(request: router_pb2.ChatRequest | router_pb2.GenerateRequest) -> 
 
 def _turn(
     request: router_pb2.ChatRequest | router_pb2.GenerateRequest,
+    caller: Caller,
     api: common_pb2.Api.ValueType,
     members: dict[str, Member],
     *,
@@ -155,20 +168,29 @@ def _turn(
     if request.extra_body_json:
         members = _with_extra(members, request.extra_body_json)
     options = check_members(api, members)
-    limit = members.get("max_completion_tokens") if options.max_completion_tokens else None
-    limit = limit or members.get("max_tokens")
+    salt = caller.cache_salt(options.cache_salt)
+    if salt != options.cache_salt:
+        members["cache_salt"] = member(salt, "cache_salt")
     return TurnRequest(
         api=api,
         model=request.model,
         body_json=encode({name: given.raw for name, given in members.items()}),
         prompt_path=prompt_path,
         options=options,
-        max_new_tokens_path=limit.path if limit else "",
+        max_new_tokens_path=max_new_tokens_path(members, options),
         prompt_tokens=prompt_tokens,
         conversation_id=request.conversation_id,
         client_request_id=request.client_request_id,
         disable_reuse=request.disable_reuse,
+        tenant=caller.tenant,
     )
+
+
+def max_new_tokens_path(members: Mapping[str, Member], options: Options) -> str:
+    """Path of the member that limits the answer; empty if none does."""
+    limit = members.get("max_completion_tokens") if options.max_completion_tokens else None
+    limit = limit or members.get("max_tokens")
+    return limit.path if limit else ""
 
 
 def _sampling(sampling: router_pb2.SamplingParams) -> dict[str, Member]:

@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvloop.errors import InvalidFieldError
+from kvloop.errors import ENGINE_BODY, InvalidFieldError, KvloopError
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
-from services.router.deadline import Clock, Deadline
 from services.router.explain import Explainer
-from services.router.identity import conversation_key
+from services.router.identity import Caller, conversation_key
 from services.router.ledger import Ledger
 from services.router.length import context_limit
-from services.router.metrics import Outcome, RouterMetrics
+from services.router.reception import Reception
 from services.router.request import (
     TurnRequest,
     chat_turn,
@@ -23,8 +22,6 @@ from services.router.request import (
     check_model,
     generate_turn,
 )
-from services.router.settings import RouterSettings
-from services.router.turn import TurnPipeline
 from services.router.workers import WorkerPool
 
 _Request = TypeVar("_Request")
@@ -37,21 +34,17 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     def __init__(
         self,
         *,
-        pipeline: TurnPipeline,
+        reception: Reception,
         explainer: Explainer,
         pool: WorkerPool,
         ledger: Ledger,
-        metrics: RouterMetrics,
-        clock: Clock,
-        settings: RouterSettings,
+        ledger_timeout_seconds: float,
     ) -> None:
-        self._pipeline = pipeline
+        self._reception = reception
         self._explainer = explainer
         self._pool = pool
         self._ledger = ledger
-        self._metrics = metrics
-        self._clock = clock
-        self._settings = settings
+        self._ledger_timeout_seconds = ledger_timeout_seconds
 
     async def Chat(
         self, request: router_pb2.ChatRequest, context: _Context
@@ -79,13 +72,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.EndConversationRequest, context: _Context
     ) -> router_pb2.EndConversationResponse:
         """End a conversation at the ledger."""
+        caller = self._caller(context)
         check_model(request.model)
         check_conversation_id(request.conversation_id, required=True)
+        deadline = self._reception.deadline(context.time_remaining())
         ending = await self._ledger.release(
-            conversation_key(request.model, request.conversation_id),
-            timeout_seconds=self._deadline(context).hop_timeout(
-                self._settings.ledger_call_timeout_seconds
-            ),
+            conversation_key(caller.tenant, request.model, request.conversation_id),
+            timeout_seconds=deadline.hop_timeout(self._ledger_timeout_seconds),
         )
         return router_pb2.EndConversationResponse(found=ending.found, released=ending.released)
 
@@ -93,6 +86,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.ListModelsRequest, context: _Context
     ) -> router_pb2.ListModelsResponse:
         """List the models with workers for both legs."""
+        self._caller(context)
         return router_pb2.ListModelsResponse(
             models=[
                 router_pb2.Model(
@@ -110,24 +104,36 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.ExplainRouteRequest, context: _Context
     ) -> router_pb2.ExplainRouteResponse:
         """Explain a route without taking it."""
+        caller = self._caller(context)
         check_model(request.model)
         check_conversation_id(request.conversation_id, required=False)
-        return await self._explainer.explain(request.model, request.conversation_id)
+        return await self._explainer.explain(caller.tenant, request.model, request.conversation_id)
 
-    def _run(
-        self, convert: Callable[[_Request], TurnRequest], request: _Request, context: _Context
+    async def _run(
+        self,
+        convert: Callable[[_Request, Caller], TurnRequest],
+        request: _Request,
+        context: _Context,
     ) -> AsyncGenerator[bytes | router_pb2.TurnResult, None]:
+        caller = self._caller(context)
         try:
-            turn = convert(request)
+            turn = convert(request, caller)
         except InvalidFieldError:
-            self._metrics.turn_ended(Outcome.REJECTED)
+            self._reception.refused()
             raise
-        return self._pipeline.run(turn, self._deadline(context))
+        deadline = self._reception.deadline(context.time_remaining())
+        try:
+            async with aclosing(self._reception.run(turn, deadline)) as events:
+                async for event in events:
+                    yield event
+        except KvloopError as error:
+            # Too large for the trailers that other clients than ours accept.
+            error.metadata.pop(ENGINE_BODY, None)
+            raise
 
-    def _deadline(self, context: _Context) -> Deadline:
-        remaining = context.time_remaining()
-        limit = self._settings.max_turn_seconds
-        seconds = limit if remaining is None else min(remaining, limit)
-        return Deadline(
-            self._clock() + seconds, self._clock, self._settings.deadline_margin_seconds
-        )
+    def _caller(self, context: _Context) -> Caller:
+        """Who is asking, by the metadata key `authorization`."""
+        for name, value in context.invocation_metadata() or ():
+            if name == "authorization":
+                return self._reception.caller(value if isinstance(value, str) else None)
+        return self._reception.caller(None)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
+from limits import parse_many
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.common.addresses import split_host_port
+from services.router.keys import key_lines, parse_keys
 
 
 class RouterSettings(BaseSettings):
@@ -27,10 +30,38 @@ class RouterSettings(BaseSettings):
 
     listen: str = "127.0.0.1:7100"
     """host:port of the gRPC server; an IPv6 host needs brackets."""
+    gateway_listen: str = "127.0.0.1:7180"
+    """host:port of the OpenAI-compatible HTTP server; empty: there is none."""
     kvmeta: str = "127.0.0.1:7200"
     """host:port of kvmeta. The router starts, and serves, without it."""
     metrics_listen: str | None = None
     """host:port of the Prometheus endpoint; none if absent."""
+
+    api_keys_file: Path | None = None
+    """File with one 'TENANT SHA256-OF-KEY' per line; read again when it changes.
+    Without keys everyone is the tenant "default"."""
+    api_keys: str = ""
+    """Further keys, as in the file, with commas in place of line ends."""
+    isolate_tenants: bool = True
+    """Salt the engines' prefix caches by tenant. Only takes effect with API keys;
+    switch it off where all keys belong to people who may share."""
+    max_running_turns: int = Field(default=0, ge=0)
+    """Turns of one tenant for one model that run at once; 0: any number."""
+    max_waiting_turns: int = Field(default=1000, ge=0)
+    """Turns of one tenant for one model that wait for one to end; more are refused."""
+    max_wait_seconds: float = Field(default=30.0, gt=0)
+    """How long a turn waits for that before it is refused."""
+    rate_limit: str = ""
+    """Turns per tenant and period, as in "20/second;1000/hour"; empty: no limit.
+    Limits on turns and rates are those of one router process."""
+    max_body_bytes: int = Field(default=64 * 1024 * 1024, gt=0)
+    """Largest body of an HTTP request."""
+    derive_conversations: bool = True
+    """Recognise HTTP chats without a conversation id by their history. Off, such
+    chats reuse nothing and retain nothing."""
+    tell_cached_tokens: bool = True
+    """Set usage.prompt_tokens_details.cached_tokens in HTTP replies to the prompt
+    tokens that were not computed."""
 
     ledger_timeout_seconds: float = Field(default=0.25, gt=0)
     """How long a turn waits for the ledger before it goes on without a handle."""
@@ -75,6 +106,26 @@ class RouterSettings(BaseSettings):
     def _is_host_port(cls, value: str | None) -> str | None:
         if value is not None:
             split_host_port(value)
+        return value
+
+    @field_validator("gateway_listen")
+    @classmethod
+    def _is_host_port_or_empty(cls, value: str) -> str:
+        if value:
+            split_host_port(value)
+        return value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _is_key_ring(cls, value: str) -> str:
+        parse_keys(key_lines(value))
+        return value
+
+    @field_validator("rate_limit")
+    @classmethod
+    def _is_rate_limit(cls, value: str) -> str:
+        if value:
+            parse_many(value)
         return value
 
     @model_validator(mode="after")

@@ -19,10 +19,13 @@ from kvloop.errors import (
 )
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.router.v1 import router_pb2
+from kvloop.worker.v1 import worker_pb2
 from services.router import receipt
+from services.router.cached_tokens import with_cached_tokens
 from services.router.deadline import Clock, Deadline
 from services.router.decode_leg import DecodeLeg
 from services.router.handles import HandleDesk, OpenTurn
+from services.router.history import History
 from services.router.identity import conversation_key
 from services.router.length import LengthCheck, context_limit
 from services.router.metrics import Outcome, RouterMetrics
@@ -99,21 +102,26 @@ class TurnPipeline:
         self._new_id = new_id
 
     async def run(
-        self, request: TurnRequest, deadline: Deadline
+        self, request: TurnRequest, deadline: Deadline, turn_id: str | None = None
     ) -> AsyncGenerator[bytes | router_pb2.TurnResult, None]:
         """The answer: chunks as the engine wrote them, then one result.
 
         Closing the generator stops both engines' work.
 
+        Args:
+            request: what to answer.
+            deadline: when it must be over.
+            turn_id: from `new_turn_id`, for callers that have to know it before.
+
         Raises:
             KvloopError: why the turn could not be answered.
         """
-        turn = Turn(self._new_id().hex, request, deadline, started=self._clock())
+        turn = Turn(turn_id or self.new_turn_id(), request, deadline, started=self._clock())
         try:
             decode_worker = await self._before_decode(turn)
             async with aclosing(self._decode.run(turn, decode_worker)) as chunks:
                 async for chunk in chunks:
-                    yield chunk
+                    yield self._told(turn, chunk)
             self._answered(turn)
         except KvloopError as error:
             self._failed(turn, error)
@@ -127,6 +135,15 @@ class TurnPipeline:
             raise
         yield receipt.build_result(turn)
 
+    def new_turn_id(self) -> str:
+        """An id for a turn."""
+        return self._new_id().hex
+
+    def _told(self, turn: Turn, chunk: bytes) -> bytes:
+        if turn.report is None or not turn.request.tell_cached_tokens:
+            return chunk
+        return with_cached_tokens(chunk, turn.report)
+
     async def _before_decode(self, turn: Turn) -> registry_pb2.Worker:
         """Everything up to the hand-over; the handle is used or returned by its end."""
         request = turn.request
@@ -138,10 +155,30 @@ class TurnPipeline:
         if not request.retains:
             opened = OpenTurn(0, None, request.miss_reason, "")
             return await self._prefilled(turn, opened)
-        turn.key = conversation_key(request.model, request.conversation_id)
+        if request.history is not None and not request.conversation_id:
+            return await self._recognised(turn, request.history)
+        turn.key = conversation_key(request.tenant, request.model, request.conversation_id)
         async with self._handles.open_turn(turn.key, turn.turn_id) as opened:
             turn.number = opened.number
             turn.miss_reason = opened.miss_reason
+            turn.commit = worker_pb2.TurnRef(key=turn.key, turn=turn.number)
+            return await self._prefilled(turn, opened)
+
+    async def _recognised(self, turn: Turn, history: History) -> registry_pb2.Worker:
+        """As for a conversation with an id, which is what the history says."""
+        request = turn.request
+        turn.number = history.answers + 1
+        turn.commit = worker_pb2.TurnRef(
+            key=conversation_key(request.tenant, request.model), history_digest=history.digest
+        )
+        if not history.conversation_id:  # nothing was said that could be retained
+            turn.miss_reason = common_pb2.MISS_REASON_FIRST_TURN
+            return await self._prefilled(turn, OpenTurn(0, None, turn.miss_reason, ""))
+        turn.key = conversation_key(request.tenant, request.model, history.conversation_id)
+        async with self._handles.open_turn(turn.key, turn.turn_id) as opened:
+            turn.miss_reason = opened.miss_reason
+            if opened.miss_reason == common_pb2.MISS_REASON_FIRST_TURN:
+                turn.miss_reason = common_pb2.MISS_REASON_HISTORY_UNKNOWN
             return await self._prefilled(turn, opened)
 
     async def _prefilled(self, turn: Turn, opened: OpenTurn) -> registry_pb2.Worker:

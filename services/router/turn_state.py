@@ -25,7 +25,9 @@ class Turn:
     """Reading of the router's clock at the start."""
 
     key: common_pb2.ConversationKey | None = None
-    """Conversation to commit to; None if nothing is retained."""
+    """Conversation whose handle was asked for; None if none was."""
+    commit: worker_pb2.TurnRef | None = None
+    """Where the decode worker shall commit the turn; None: nothing is retained."""
     number: int = 0
     """Number in the conversation; 0 if the ledger was not or could not be asked."""
     miss_reason: common_pb2.MissReason.ValueType = common_pb2.MISS_REASON_UNSPECIFIED

@@ -50,6 +50,12 @@ class WorkerClient(Protocol):
         """Tokenize without running the model."""
         ...
 
+    async def tokenize(
+        self, request: worker_pb2.TokenizeRequest, *, timeout_seconds: float
+    ) -> worker_pb2.TokenizeResponse:
+        """Pass a request on to the engine's /tokenize."""
+        ...
+
 
 class GrpcWorkerClient:
     """A worker's sidecar over one channel. See `WorkerClient`."""
@@ -97,6 +103,13 @@ class GrpcWorkerClient:
         """See `WorkerClient.count_tokens`."""
         with self._typed_errors():
             return await self._stub.CountTokens(request, timeout=timeout_seconds)
+
+    async def tokenize(
+        self, request: worker_pb2.TokenizeRequest, *, timeout_seconds: float
+    ) -> worker_pb2.TokenizeResponse:
+        """See `WorkerClient.tokenize`."""
+        with self._typed_errors():
+            return await self._stub.Tokenize(request, timeout=timeout_seconds)
 
     async def _ready(self) -> None:
         while True:

@@ -7,25 +7,22 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from services.sim.api_errors import ApiError
+from services.sim.control import carry_out, read_order
+from services.sim.error_replies import api_error, http_error
 from services.sim.host import EngineHost
-
-_ACTIONS = ("start", "restart", "exit", "refuse")
-
-
-class _Order(msgspec.Struct):
-    action: str
-    seconds: float = 0.0
 
 
 def admin_app(hosts: Sequence[EngineHost]) -> Starlette:
     """The ASGI application.
 
-    GET /engines lists them; POST /engines/{index} takes {"action": ...,
-    "seconds": ...} with start, restart, exit or refuse.
+    GET /engines lists the engines; POST /engines/{index} takes an order such as
+    {"action": "start"}.
 
     Args:
         hosts: the process's engines, by index.
@@ -37,30 +34,16 @@ def admin_app(hosts: Sequence[EngineHost]) -> Starlette:
     async def order(request: Request) -> Response:
         index = request.path_params["index"]
         if index >= len(hosts):
-            return _json({"error": f"there is no engine {index}"}, 404)
-        try:
-            wanted = msgspec.json.decode(await request.body(), type=_Order)
-        except msgspec.DecodeError as error:
-            return _json({"error": str(error)}, 400)
-        host = hosts[index]
-        match wanted.action:
-            case "start":
-                host.start()
-            case "restart":
-                host.restart(wanted.seconds)
-            case "exit":
-                host.exit()
-            case "refuse":
-                host.refuse(wanted.seconds)
-            case _:
-                return _json({"error": f"action must be one of {', '.join(_ACTIONS)}"}, 400)
-        return _json(_describe(host))
+            raise HTTPException(404, f"there is no engine {index}")
+        carry_out(read_order(await request.body()), hosts[index])
+        return _json(_describe(hosts[index]))
 
     return Starlette(
         routes=[
             Route("/engines", list_engines),
             Route("/engines/{index:int}", order, methods=["POST"]),
-        ]
+        ],
+        exception_handlers={ApiError: api_error, HTTPException: http_error},
     )
 
 
@@ -76,5 +59,5 @@ def _describe(host: EngineHost) -> dict[str, Any]:
     }
 
 
-def _json(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

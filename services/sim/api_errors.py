@@ -89,3 +89,12 @@ def model_not_found(name: str, served: str) -> ApiError:
 def internal_error() -> ApiError:
     """The engine has failed with the request, as when a KV load fails."""
     return ApiError("Internal server error", status=500, type="InternalServerError")
+
+
+def error_type(status: int) -> str:
+    """vLLM's name for the errors that it replies to with a status."""
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        return "Error"
+    return phrase.title().replace(" ", "").removesuffix("Error") + "Error"

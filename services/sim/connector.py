@@ -324,7 +324,7 @@ def _blocks_for(tokens: int, block_size: int) -> int:
 
 
 def _extra_keys(salt: str | None) -> Callable[[int, int], object] | None:
-    """What besides tokens makes KV private: the cache salt, in the first block."""
-    if salt is None:
+    """What besides tokens makes KV private: the cache salt, as vLLM hashes it."""
+    if not salt:
         return None
-    return lambda start, end: (salt,) if start == 0 else None
+    return lambda start, end: (("cache_salt", salt),) if start == 0 else None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from services.sim.api_errors import ApiError, internal_error, invalid_body
+from services.sim.api_errors import ApiError, error_type, internal_error, invalid_body
 from services.sim.api_requests import ChatRequest, CompletionRequest, parse
+from services.sim.control import EngineControl
 from services.sim.core import EngineCore
 from services.sim.faults import Fault, FaultKind, first
 from services.sim.jobs import Job, JobMaker
@@ -33,22 +33,6 @@ _COUNTED = (
 """Faults that strike after a number of tokens."""
 
 _json = msgspec.json.Encoder()
-
-
-class EngineControl(Protocol):
-    """What can be done to an engine from outside."""
-
-    def restart(self, after_seconds: float) -> None:
-        """End the engine's life at once; begin another one later."""
-
-    def exit(self) -> None:
-        """End the engine for good."""
-
-    def refuse(self, seconds: float) -> None:
-        """Take no new connections for a while."""
-
-    def hang_up(self, client: tuple[str, int]) -> None:
-        """Close the connection with a client, whatever it waits for."""
 
 
 @dataclass(frozen=True)
@@ -253,8 +237,7 @@ class _Exchange:
         if fault := first(self._faults, FaultKind.HANG):
             await self._sleep(fault.seconds)
         if fault := first(self._faults, FaultKind.STATUS):
-            kind = f"{HTTPStatus(fault.code).phrase.title().replace(' ', '')}Error"
-            raise ApiError(fault.message, status=fault.code, type=kind)
+            raise ApiError(fault.message, status=fault.code, type=error_type(fault.code))
 
     async def _strike(self, job: Job) -> None:
         """Faults whose number of tokens has come out."""

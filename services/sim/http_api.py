@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -23,35 +22,14 @@ from services.sim.api_requests import (
     TokenizeRequest,
     parse,
 )
+from services.sim.control import Order, carry_out, read_order
+from services.sim.error_replies import api_error, http_error
 from services.sim.faults import Fault, FaultBook
 from services.sim.generate import GenerateEndpoint, GenerateParts
 from services.sim.state import engine_state, standing_json
 from services.sim.tokenizer import Tokenizer, token_text
 
 _log = structlog.get_logger(__name__)
-
-
-class _Order(msgspec.Struct, tag_field="action"):
-    pass
-
-
-class Restart(_Order, tag="restart"):
-    """End the engine and begin a new life after `seconds`."""
-
-    seconds: float = 0.0
-
-
-class Refuse(_Order, tag="refuse"):
-    """Take no connections for `seconds`."""
-
-    seconds: float
-
-
-class Exit(_Order, tag="exit"):
-    """End the engine for good."""
-
-
-Order = Restart | Refuse | Exit
 
 
 class EngineApi:
@@ -93,8 +71,8 @@ class EngineApi:
                 Route("/sim/faults/{id:int}", self._remove_fault, methods=["DELETE"]),
             ],
             exception_handlers={
-                ApiError: _api_error,
-                HTTPException: _http_error,
+                ApiError: api_error,
+                HTTPException: http_error,
                 Exception: _defect,
             },
         )
@@ -163,20 +141,12 @@ class EngineApi:
         return _json(engine_state(self._core, self._faults, with_blocks=with_blocks))
 
     async def _order(self, request: Request) -> Response:
-        order: Order = _decode(await request.body(), Order)
-        reply = _json({})
+        order = read_order(await request.body())
         # After the reply is sent: some orders cut its connection.
-        reply.background = BackgroundTask(self._carry_out, order)
-        return reply
+        return _json({}, then=BackgroundTask(self._carry_out, order))
 
     async def _carry_out(self, order: Order) -> None:
-        match order:
-            case Restart():
-                self._parts.control.restart(order.seconds)
-            case Refuse():
-                self._parts.control.refuse(order.seconds)
-            case Exit():
-                self._parts.control.exit()
+        carry_out(order, self._parts.control)
 
     async def _list_faults(self, request: Request) -> Response:
         return _json([standing_json(standing) for standing in self._faults.all()])
@@ -206,20 +176,9 @@ def _decode(body: bytes, type: Any) -> Any:
         raise ApiError(str(error)) from error
 
 
-def _json(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return Response(error.to_json(), error.status, media_type="application/json")
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    phrase = HTTPStatus(error.status_code).phrase
-    shown = ApiError(error.detail, status=error.status_code, type=phrase)
-    return Response(shown.to_json(), error.status_code, media_type="application/json")
+def _json(content: object, *, then: BackgroundTask | None = None) -> Response:
+    body = msgspec.json.encode(content)
+    return Response(body, media_type="application/json", background=then)
 
 
 async def _defect(request: Request, error: Exception) -> Response:

@@ -32,6 +32,11 @@ def encode_tokens(tokens: Iterable[int]) -> bytes:
     return array("I", tokens).tobytes()
 
 
+def num_slots(content: Content) -> int:
+    """Slots of a block that have been written."""
+    return sum(len(tokens) // _TOKEN_BYTES for _, tokens in content)
+
+
 def start_digest(model: str) -> bytes:
     """The digest of no slots at all: different models never agree."""
     return blake2b(model.encode(), digest_size=DIGEST_BYTES, person=b"kvloop-sim").digest()

@@ -8,6 +8,7 @@ import msgspec
 
 from services.sim.core import EngineCore
 from services.sim.faults import FaultBook, Standing
+from services.sim.kv import EMPTY, num_slots
 from services.sim.sequence import Sequence
 
 
@@ -56,7 +57,7 @@ def engine_state(core: EngineCore, faults: FaultBook, *, with_blocks: bool) -> d
                 "block": block,
                 "users": core.pool.users(block),
                 "cached": core.pool.is_cached(block),
-                "slots": sum(len(tokens) // 4 for _, tokens in core.pool.memory.get(block, ())),
+                "slots": num_slots(core.pool.memory.get(block, EMPTY)),
             }
             for block in core.pool.known_blocks()
         ]

@@ -233,6 +233,16 @@ async def test_a_conversation_ttl_moves_the_deadline_and_outlives_turns(store, c
     assert row.expire_time_us == clock.us + 475 * SECOND
 
 
+async def test_a_conversation_that_starts_again_has_no_ttl_of_its_own(store) -> None:
+    await register(store)
+    await stored(store, commit(turn=1, request_id="a"))
+    await store.extend(key(), 60 * SECOND)
+    await store.end(key())
+    opened = await miss(store, request_id="b")
+    row = await stored(store, commit(turn=opened.turn, request_id="b"))
+    assert (row.conversation_ttl_us, row.expire_time_us) == (None, START_US + 475 * SECOND)
+
+
 async def test_a_ttl_longer_than_the_engine_keeps_blocks_is_refused(store) -> None:
     await register(store)
     before = await stored(store, commit(engine_ttl_seconds=480))

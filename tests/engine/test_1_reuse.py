@@ -18,6 +18,9 @@ from tests.engine.conftest import MODEL, World
 from tests.engine.engines import eventually
 from tests.engine.turns import ANSWER, chat, first_turn, generate
 
+NUM_BLOCKS = 8192
+"""KV blocks of the small model in the launcher's 1 GiB."""
+
 
 async def test_streamed_token_turn_pulls_and_is_exact(world: World) -> None:
     conversation = world.conversation()
@@ -236,17 +239,17 @@ async def test_cache_salts_of_turns_must_agree(world: World) -> None:
 
 async def test_ended_conversation_frees_decode_memory_and_misses(world: World) -> None:
     conversation = world.conversation()
-    usage = await world.decode.kv_usage()
-    history = await first_turn(world, conversation)
-    assert await world.decode.kv_usage() > usage
+    # Large, so that no other conversation's end can be mistaken for it.
+    history = await first_turn(world, conversation, count=6000)
+    held = await world.decode.kv_usage()
     ended = await world.client.end_conversation(conversation, model=MODEL)
     assert ended.found
     assert ended.released
 
     async def freed() -> bool:
-        return await world.decode.kv_usage() <= usage
+        return (held - await world.decode.kv_usage()) * NUM_BLOCKS >= 6000 // 32
 
-    await eventually(freed, "the ended conversation's blocks are freed", seconds=5)
+    await eventually(freed, "the ended conversation's blocks are freed", seconds=2)
     done = await generate(world, [*history, *world.tokens(5)], conversation)
     assert done.receipt.miss_reason == "RELEASED"
     assert not done.receipt.handle_hit

@@ -123,7 +123,7 @@ class EngineClient:
 
     async def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Wait for a state."""
-        while not holds(state := await self.state()):
+        while not holds(state := await self.state()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         return state
 

@@ -62,6 +62,10 @@ async def test_an_error_status_comes_before_the_engine_sees_the_request(
         "param": None,
         "code": 429,
     }
+    failed = await decode.post(COMPLETIONS, _BODY, _with("status;code=500"))
+    assert failed.error["type"] == "InternalServerError"
+    odd = await decode.post(COMPLETIONS, _BODY, _with("status;code=520"))
+    assert (odd.status, odd.error["type"]) == (520, "Error")
     assert await decode.metric("vllm:prompt_tokens_total") == 0
 
 
@@ -127,10 +131,9 @@ async def test_odd_framing_carries_the_same_events(decode: EngineClient, fault: 
 
 
 async def test_faults_can_come_in_the_body_through_any_proxy(decode: EngineClient) -> None:
-    body = _CHAT_BODY | {"vllm_xargs": {"sim_fault": "status;code=500;leg=decode"}}
-    assert (await decode.post(CHAT, body)).status == 500
-    body["vllm_xargs"]["sim_fault"] = "status;code=500;leg=prefill"
-    assert (await decode.post(CHAT, body)).status == 200
+    for leg, status in (("decode", 500), ("prefill", 200)):
+        xargs = {"sim_fault": f"status;code=500;leg={leg}"}
+        assert (await decode.post(CHAT, _CHAT_BODY | {"vllm_xargs": xargs})).status == status
 
 
 async def test_an_unknown_fault_is_refused_not_ignored(decode: EngineClient) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import aiohttp
 import pytest
@@ -209,7 +210,12 @@ async def test_the_client_may_name_the_request(prefill: EngineClient) -> None:
     ],
 )
 async def test_errors_have_vllms_body(
-    prefill: EngineClient, path: str, body: dict, status: int, type_: str, param: str | None
+    prefill: EngineClient,
+    path: str,
+    body: dict[str, Any],
+    status: int,
+    type_: str,
+    param: str | None,
 ) -> None:
     reply = await prefill.post(path, body)
     assert reply.status == status
@@ -260,7 +266,7 @@ async def test_a_waiting_request_is_aborted_too() -> None:
         await asyncio.gather(first, second, return_exceptions=True)
 
 
-async def _first_event(client: EngineClient, body: dict) -> None:
+async def _first_event(client: EngineClient, body: dict[str, Any]) -> None:
     async for _ in client.events(COMPLETIONS, body):
         pass
 

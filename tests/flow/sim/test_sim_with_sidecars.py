@@ -101,14 +101,15 @@ async def _sidecar(tmp_path: Path, role: str, **sim: Any) -> AsyncIterator[Sidec
         client = await stack.enter_async_context(
             engine(role=role, events_socket=str(socket), **sim)
         )
-        settings = WorkerSettings(
-            role=role,
-            worker_id=role,
-            listen="127.0.0.1:0",
-            engine_url=client.url,
-            events_socket=socket,
-            engine_poll_seconds=60,
-        )
+        values: dict[str, Any] = {
+            "role": role,
+            "worker_id": role,
+            "listen": "127.0.0.1:0",
+            "engine_url": client.url,
+            "events_socket": socket,
+            "engine_poll_seconds": 60,
+        }
+        settings = WorkerSettings(**values)
         worker = await stack.enter_async_context(
             worker_app.build(settings, ledger=ledger, registry=registry)
         )
@@ -133,8 +134,7 @@ def _text(chunks: list[dict[str, Any]]) -> str:
 
 async def test_workers_register_with_what_the_engines_say(tmp_path: Path) -> None:
     async with _pair(tmp_path, block_size=32, decoder_kv_blocks_ttl_seconds=60) as pair:
-        for sidecar in (pair.prefill, pair.decode):
-            await poll(lambda workers=sidecar.registry.workers: workers)
+        await poll(lambda: pair.prefill.registry.workers and pair.decode.registry.workers)
         (worker,) = pair.decode.registry.workers
         state = await pair.decode.engine.state()
         info = await pair.decode.stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())

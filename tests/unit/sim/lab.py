@@ -89,8 +89,15 @@ class Answer:
 
     tokens: list[int]
     ending: Ending
-    params: dict[str, Any] | None
+    handed_over: dict[str, Any] | None
+    """kv_transfer_params of the reply."""
     sequence: EngineSequence
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """kv_transfer_params, where there must be some."""
+        assert self.handed_over is not None
+        return self.handed_over
 
 
 class Lab:
@@ -164,10 +171,19 @@ class Lab:
         """Both legs of a turn, as the sidecars run them."""
         first = FIRST_PREFILL if handle is None else handle
         handed = await self.ask(prefill, prompt, max_tokens=1, params=first, **options)
-        assert handed.params is not None
         params = handed.params | {"kvloop_turn_id": f"turn-{next(self._numbers)}"}
         answer = await self.ask(decode, prompt, max_tokens=max_tokens, params=params, **options)
         return handed, answer
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Token ids that differ with the seed."""
+    return [1000 + (seed * 7919 + index * 31) % 1500 for index in range(length)]
+
+
+async def recomputed(lab: Lab, tokens: list[int], count: int = 40) -> list[int]:
+    """What an engine says that has computed everything itself: the right answer."""
+    return (await lab.ask(lab.engine(), tokens, max_tokens=count)).tokens
 
 
 FIRST_PREFILL = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,7 +34,7 @@ _TOOLS = [
 ]
 
 
-def _named(name: str) -> dict:
+def _named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
@@ -68,7 +69,7 @@ def test_content_in_parts_is_joined() -> None:
         ),
     ],
 )
-def test_what_cannot_be_rendered_is_refused(messages: list, message: str) -> None:
+def test_what_cannot_be_rendered_is_refused(messages: list[Any], message: str) -> None:
     with pytest.raises(ApiError, match=message):
         render(messages)
 
@@ -83,7 +84,9 @@ def test_what_cannot_be_rendered_is_refused(messages: list, message: str) -> Non
         (_named("get_weather"), "get_weather"),
     ],
 )
-def test_a_call_is_made_when_it_is_demanded(choice: object, expected: str | None) -> None:
+def test_a_call_is_made_when_it_is_demanded(
+    choice: str | dict[str, Any] | None, expected: str | None
+) -> None:
     request = ChatRequest(messages=[], tools=_TOOLS, tool_choice=choice)
     function = demanded_function(request)
     assert (function and function["name"]) == expected

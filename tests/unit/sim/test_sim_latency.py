@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ _MEASURED = [
 
 @pytest.mark.parametrize(("block_size", "changes", "context", "standard", "pulled"), _MEASURED)
 async def test_second_turns_take_as_long_as_measured_on_h200(
-    lab: Lab, block_size: int, changes: dict, context: int, standard: float, pulled: float
+    lab: Lab, block_size: int, changes: dict[str, Any], context: int, standard: float, pulled: float
 ) -> None:
     """One conversation, prefill's cache cold, decode's warm, 200 new tokens."""
     # The measured engines had met before.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -87,7 +88,7 @@ def test_fields_of_other_versions_are_ignored() -> None:
         ({"tool_choice": "sometimes", "tools": [{"function": {"name": "f"}}]}, "tool_choice"),
     ],
 )
-def test_values_out_of_range_are_refused(members: dict, param: str | None) -> None:
+def test_values_out_of_range_are_refused(members: dict[str, Any], param: str | None) -> None:
     with pytest.raises(ApiError) as caught:
         check(_chat(**members), 4096)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -116,7 +117,9 @@ def test_the_newer_limit_wins_and_completions_have_a_default() -> None:
         ([[1], [2, 3]], [[1], [2, 3]]),
     ],
 )
-def test_a_prompt_comes_as_text_or_tokens_one_or_several(prompt: object, expected: list) -> None:
+def test_a_prompt_comes_as_text_or_tokens_one_or_several(
+    prompt: object, expected: list[Any]
+) -> None:
     assert _completion(prompt=prompt).prompts() == expected
 
 

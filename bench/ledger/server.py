@@ -1,0 +1,70 @@
+"""The ledger under measurement, in a process of its own: fill, then serve.
+
+    python -m bench.ledger.server URL ROWS PARAMS_BYTES EXPIRE_IN_SECONDS
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from bench.ledger import rows
+from services.common.process import run_until_signal, setup_logging
+from services.kvmeta import app
+from services.kvmeta.clock import HostTime, LedgerClock
+from services.kvmeta.memory_store import MemoryStore
+from services.kvmeta.settings import KvmetaSettings, microseconds
+from services.kvmeta.sql import schema
+from services.kvmeta.sql.postgres import open_postgres
+from services.kvmeta.sql.sqlite import open_sqlite
+from services.kvmeta.sql.store import SqlStore
+from services.kvmeta.sql.transactions import Transactions
+from services.kvmeta.store import Store
+
+
+async def _serve(
+    url: str, count: int, params: bytes, expire_in_us: int, stop: asyncio.Event
+) -> None:
+    settings = KvmetaSettings(listen="127.0.0.1:0", max_conversations_per_tenant=10**9)
+    policy = settings.policy()
+    host = HostTime()
+    clock = LedgerClock(host.reading().wall_us, host.uptime_us(), host.uptime_us)
+    async with AsyncExitStack() as stack:
+        store: Store
+        if url == "memory:":
+            store = memory = MemoryStore(clock, policy)
+            await rows.register(store)
+            await rows.fill_memory(memory, count, params)
+        else:
+            transactions: Transactions = await stack.enter_async_context(
+                open_postgres(sa.make_url(url), pool_size=settings.postgres_pool_size)
+                if url.startswith("postgresql")
+                else open_sqlite(Path(sa.make_url(url).database or ""))
+            )
+            await transactions.write(schema.upgrade)
+            store = SqlStore(transactions, clock, policy)
+            await rows.register(store)
+            await rows.fill_sql(transactions, clock, count, params, expire_in_us=expire_in_us)
+        async with app.build(settings, clock=clock, store=store) as kvmeta:
+            sys.stdout.write(f"{kvmeta.port}\n")
+            sys.stdout.flush()
+            await stop.wait()
+
+
+def main() -> None:
+    """Serve until a signal comes; the port is the first line of output."""
+    url, count, params_bytes, expire_in_seconds = sys.argv[1:]
+    setup_logging(level="warning", json=False)
+    params = b"p" * int(params_bytes)
+    expire_in_us = microseconds(float(expire_in_seconds))
+    asyncio.run(
+        run_until_signal(lambda stop: _serve(url, int(count), params, expire_in_us, stop))
+    )
+
+
+if __name__ == "__main__":
+    main()

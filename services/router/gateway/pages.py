@@ -1,0 +1,171 @@
+"""Everything of the HTTP surface that is not a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import wraps
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from kvloop.common.v1 import common_pb2
+from kvloop.errors import KvloopError, UnavailableError, UnsupportedError
+from kvloop.worker.v1 import worker_pb2
+from services.router.body import decode, parse_object
+from services.router.gateway import http
+from services.router.gateway.errors import ErrorReply, error_body, to_reply
+from services.router.length import context_limit
+from services.router.openai_fields import refuse_reserved
+from services.router.policy import Rng, first_usable, rank_decode
+from services.router.reception import Reception
+from services.router.turn import admit
+from services.router.workers import WorkerPool
+
+_Page = Callable[["Pages", Request], Awaitable[Response]]
+_OPTIONAL_STRING = msgspec.json.Decoder(str | None)
+
+
+def _with_errors(page: _Page) -> _Page:
+    """Answer with an OpenAI error what the page raises."""
+
+    @wraps(page)
+    async def answered(self: Pages, request: Request) -> Response:
+        try:
+            return await page(self, request)
+        except KvloopError as error:
+            return _response(to_reply(error))
+        except ClientDisconnect:
+            return Response(status_code=400)  # which nobody reads
+
+    return answered
+
+
+class Pages:
+    """Models, tokens, health and metrics.
+
+    Args:
+        reception: knows callers.
+        pool: the live workers.
+        registry: the router's counters.
+        rng: breaks ties between workers.
+        ready: whether turns can be served now.
+        started_at: seconds since the epoch; `created` of every model.
+        max_body_bytes: larger bodies are refused.
+        connect_timeout_seconds: how long to wait for a connection to a worker.
+        timeout_seconds: how long a worker may take to tokenize.
+    """
+
+    def __init__(
+        self,
+        *,
+        reception: Reception,
+        pool: WorkerPool,
+        registry: CollectorRegistry,
+        rng: Rng,
+        ready: Callable[[], bool],
+        started_at: int,
+        max_body_bytes: int,
+        connect_timeout_seconds: float,
+        timeout_seconds: float,
+    ) -> None:
+        self._reception = reception
+        self._pool = pool
+        self._registry = registry
+        self._rng = rng
+        self._ready = ready
+        self._started_at = started_at
+        self._max_body_bytes = max_body_bytes
+        self._connect_timeout_seconds = connect_timeout_seconds
+        self._timeout_seconds = timeout_seconds
+
+    @_with_errors
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models: what can be served now."""
+        self._caller(request)
+        listed = [
+            {
+                "id": model.name,
+                "object": "model",
+                "created": self._started_at,
+                "owned_by": "vllm",
+                "root": model.name,
+                "parent": None,
+                "max_model_len": context_limit([*model.prefill, *model.decode]) or None,
+            }
+            for model in self._pool.models()
+            if model.decode
+        ]
+        return Response(
+            msgspec.json.encode({"object": "list", "data": listed}), media_type=http.JSON
+        )
+
+    @_with_errors
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize: the engine's own reply."""
+        self._caller(request)
+        body = await http.read_body(request, self._max_body_bytes)
+        members = parse_object(body, "body")
+        for name in members:
+            refuse_reserved(name, name)
+        model = decode(members.get("model", msgspec.Raw(b"null")), _OPTIONAL_STRING, "model")
+        worker_id = self._tokenizer(model)
+        deadline = self._reception.deadline(self._timeout_seconds)
+        with self._pool.use(worker_id) as client:
+            await client.connect(
+                timeout_seconds=deadline.hop_timeout(self._connect_timeout_seconds)
+            )
+            found = await client.tokenize(
+                worker_pb2.TokenizeRequest(body_json=body), timeout_seconds=deadline.hop_timeout()
+            )
+        return Response(found.reply_json, media_type=http.JSON)
+
+    @_with_errors
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses: refused, since its state would live in one engine."""
+        self._caller(request)
+        raise UnsupportedError(
+            "/v1/responses is not served: it keeps its conversations inside one engine; "
+            "use /v1/chat/completions"
+        )
+
+    async def live(self, request: Request) -> Response:
+        """GET /health/live: the process runs."""
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        """GET /health and /health/ready: a turn can be served now."""
+        return Response(status_code=200 if self._ready() else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        return Response(
+            generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST}
+        )
+
+    def _caller(self, request: Request) -> None:
+        self._reception.caller(request.headers.get("authorization"))
+
+    def _tokenizer(self, model: str | None) -> str:
+        known = self._pool.models()
+        if model is None and len(known) == 1:
+            model = known[0].name  # as an engine does that serves one model
+        found = admit(model or "", known)
+        candidates = self._pool.candidates(found.name, common_pb2.WORKER_ROLE_DECODE)
+        worker = first_usable(rank_decode(candidates, holder_id="", last_id="", rng=self._rng))
+        if worker is None:
+            raise UnavailableError("no decode worker takes requests", reason="NO_DECODE_WORKER")
+        return worker.worker_id
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """A path or method that is not served."""
+    assert isinstance(error, HTTPException)
+    body = error_body(error.status_code, error.detail)
+    return _response(ErrorReply(error.status_code, body, dict(error.headers or {})))
+
+
+def _response(error: ErrorReply) -> Response:
+    return Response(error.body, error.status, error.headers, media_type=http.JSON)

@@ -1,0 +1,118 @@
+"""Builds the gateway and serves it in the router's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from services.common.addresses import split_host_port
+from services.router.gateway.pages import Pages, http_error
+from services.router.gateway.turns import TurnEndpoint
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Largest request line with headers."""
+_BACKLOG = 2048
+_KEEP_ALIVE_SECONDS = 75
+"""How long idle connections are kept: longer than the usual 60 s of load
+balancers, which would else send a request on a connection that is closing."""
+
+
+def build_app(chat: TurnEndpoint, completions: TurnEndpoint, pages: Pages) -> ASGIApp:
+    """The routes of the gateway."""
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/responses", pages.responses, methods=["POST"]),
+            Route("/v1/models", pages.models, methods=["GET"]),
+            Route("/tokenize", pages.tokenize, methods=["POST"]),
+            Route("/health", pages.ready, methods=["GET"]),
+            Route("/health/ready", pages.ready, methods=["GET"]),
+            Route("/health/live", pages.live, methods=["GET"]),
+            Route("/metrics", pages.metrics, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: http_error},
+    )
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the process it is part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+@asynccontextmanager
+async def serve(app: ASGIApp, address: str, *, grace_seconds: float) -> AsyncIterator[int]:
+    """Serve an application while the block runs.
+
+    At the end no new requests are taken, and those in flight get grace_seconds.
+
+    Args:
+        app: what to serve.
+        address: host:port to listen on; port 0 takes a free one.
+        grace_seconds: time for requests in flight at the end.
+
+    Yields:
+        The port.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    listener = _listen(address)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=round(grace_seconds),
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        )
+    )
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(server.serve(sockets=[listener]), name="gateway")
+        try:
+            while not server.started and not serving.done():  # noqa: ASYNC110, it has no event
+                await asyncio.sleep(0.005)
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = split_host_port(address)
+    try:
+        family, kind, _, _, resolved = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(resolved)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from error
+    return listener

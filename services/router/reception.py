@@ -1,0 +1,101 @@
+"""The way in for every API: who is asking, may it run now, until when."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+
+from kvloop.errors import KvloopError
+from kvloop.router.v1 import router_pb2
+from services.router.admission import TurnAdmission
+from services.router.deadline import Clock, Deadline
+from services.router.identity import Caller
+from services.router.keys import Authenticator
+from services.router.metrics import Outcome, RouterMetrics
+from services.router.request import TurnRequest
+from services.router.turn import TurnPipeline
+
+
+class Reception:
+    """Admits turns to the pipeline.
+
+    Args:
+        authenticator: knows callers by their credential.
+        admission: limits how many turns run.
+        pipeline: answers turns.
+        metrics: counts turns that are turned away.
+        clock: seconds on a clock that never goes back.
+        max_turn_seconds: how long a turn may take whose caller sets no deadline,
+            or a later one.
+        deadline_margin_seconds: how much earlier each hop has to end.
+    """
+
+    def __init__(
+        self,
+        *,
+        authenticator: Authenticator,
+        admission: TurnAdmission,
+        pipeline: TurnPipeline,
+        metrics: RouterMetrics,
+        clock: Clock,
+        max_turn_seconds: float,
+        deadline_margin_seconds: float,
+    ) -> None:
+        self._authenticator = authenticator
+        self._admission = admission
+        self._pipeline = pipeline
+        self._metrics = metrics
+        self._clock = clock
+        self._max_turn_seconds = max_turn_seconds
+        self._deadline_margin_seconds = deadline_margin_seconds
+
+    def caller(self, authorization: str | None) -> Caller:
+        """Who is asking.
+
+        Raises:
+            UnauthenticatedError: the credential is missing or not valid.
+        """
+        return self._authenticator.caller(authorization)
+
+    def deadline(self, seconds: float | None = None) -> Deadline:
+        """When a call must be over that came now.
+
+        Args:
+            seconds: what the caller allows; None if it does not say.
+        """
+        limit = self._max_turn_seconds
+        left = limit if seconds is None else min(seconds, limit)
+        return Deadline(self._clock() + left, self._clock, self._deadline_margin_seconds)
+
+    def new_turn_id(self) -> str:
+        """An id for a turn."""
+        return self._pipeline.new_turn_id()
+
+    def refused(self) -> None:
+        """Count a request that was at fault before it became a turn."""
+        self._metrics.turn_ended(Outcome.REJECTED)
+
+    async def run(
+        self, request: TurnRequest, deadline: Deadline, turn_id: str | None = None
+    ) -> AsyncGenerator[bytes | router_pb2.TurnResult, None]:
+        """The answer, as `TurnPipeline.run` gives it, once the turn may run.
+
+        Raises:
+            KvloopError: why the turn was not admitted, or could not be answered.
+        """
+        async with (
+            self._admitted(request),
+            aclosing(self._pipeline.run(request, deadline, turn_id)) as events,
+        ):
+            async for event in events:
+                yield event
+
+    @asynccontextmanager
+    async def _admitted(self, request: TurnRequest) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._admission.turn(request.tenant, request.model))
+            except KvloopError:
+                self._metrics.turn_ended(Outcome.TURNED_AWAY)
+                raise
+            yield

@@ -1,0 +1,78 @@
+"""What can be done to an engine from outside, and how it is asked for."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from services.sim.api_errors import ApiError
+
+
+class EngineControl(Protocol):
+    """One engine, over all of its lives."""
+
+    def start(self) -> None:
+        """Begin a new life after `exit`. An engine that is up is left alone."""
+
+    def restart(self, after_seconds: float) -> None:
+        """End the engine's life at once; begin another one later."""
+
+    def exit(self) -> None:
+        """End the engine's life; begin another one only after `start`."""
+
+    def refuse(self, seconds: float) -> None:
+        """Take no new connections for a while."""
+
+    def hang_up(self, client: tuple[str, int]) -> None:
+        """Close the connection with a client, whatever it waits for."""
+
+
+class Start(msgspec.Struct, tag_field="action", tag="start"):
+    """Begin a new life."""
+
+
+class Restart(msgspec.Struct, tag_field="action", tag="restart"):
+    """End the engine and begin a new life after `seconds`."""
+
+    seconds: float = 0.0
+
+
+class Refuse(msgspec.Struct, tag_field="action", tag="refuse"):
+    """Take no connections for `seconds`."""
+
+    seconds: float
+
+
+class Exit(msgspec.Struct, tag_field="action", tag="exit"):
+    """End the engine for good."""
+
+
+Order = Start | Restart | Refuse | Exit
+
+_ORDER = msgspec.json.Decoder(Order)
+
+
+def read_order(body: bytes) -> Order:
+    """An order written as {"action": ..., "seconds": ...}.
+
+    Raises:
+        ApiError: it is none.
+    """
+    try:
+        return _ORDER.decode(body)
+    except msgspec.DecodeError as error:
+        raise ApiError(str(error)) from error
+
+
+def carry_out(order: Order, control: EngineControl) -> None:
+    """Do to an engine what is ordered."""
+    match order:
+        case Start():
+            control.start()
+        case Restart():
+            control.restart(order.seconds)
+        case Refuse():
+            control.refuse(order.seconds)
+        case Exit():
+            control.exit()
