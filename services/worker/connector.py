@@ -75,15 +75,16 @@ class KvloopConnector(NixlConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        on_cpu = current_platform.device_type == "cpu"
-        if role == KVConnectorRole.WORKER and on_cpu:
+        self._on_cpu = current_platform.device_type == "cpu"
+        if self._on_cpu:
+            cpu_engine.wait_without_spinning()
             cpu_engine.poll_transfers_inline()
         super().__init__(vllm_config, role, kv_cache_config)
         self._hybrid = engine_traits.is_hybrid(kv_cache_config)
         self._prefills: dict[str, _Prefill] = {}
         self._events: EngineEvents | None = None
         if role == KVConnectorRole.WORKER:
-            if on_cpu:
+            if self._on_cpu:
                 cpu_engine.use_all_cores()
             return
         path = os.environ.get(EVENTS_SOCKET)
@@ -299,6 +300,8 @@ class KvloopConnector(NixlConnector):
         just as if the blocks had been read. Unknown and freed requests are
         ignored by the workers.
         """
+        if self._on_cpu:
+            cpu_engine.pause_if_idle(scheduler_output.total_num_scheduled_tokens)
         if self._events is not None:
             now = time.perf_counter()
             for request_id in self._events.take_releases():

@@ -157,6 +157,7 @@ def _released(decode: Any, events: _Events, handle: dict[str, Any]) -> None:
         scheduled_new_reqs=[],
         scheduled_cached_reqs=types.SimpleNamespace(req_ids=[]),
         num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
     )
     for _ in range(200):
         meta = decode.build_connector_meta(output)
