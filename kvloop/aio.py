@@ -10,7 +10,7 @@ import grpc
 
 from kvloop import rpc
 from kvloop.chunks import Chunk
-from kvloop.client import DEFAULT_ROUTER, UNARY_TIMEOUT_SECONDS
+from kvloop.client import DEFAULT_ROUTER, UNARY_TIMEOUT_SECONDS, key_from_environment
 from kvloop.completions import Assembler, Completion
 from kvloop.messages import Message
 from kvloop.requests import Sampling, chat_request, generate_request
@@ -102,10 +102,23 @@ class AsyncClient:
 
     Args:
         router: host:port of any router.
+        api_key: key that names the tenant; by default $KVLOOP_API_KEY.
+        tls: how to speak TLS; without it the connection is not encrypted.
     """
 
-    def __init__(self, router: str = DEFAULT_ROUTER) -> None:
-        self._channel = grpc.aio.insecure_channel(router, options=rpc.OPTIONS)
+    def __init__(
+        self,
+        router: str = DEFAULT_ROUTER,
+        *,
+        api_key: str | None = None,
+        tls: rpc.ClientTls | None = None,
+    ) -> None:
+        self._channel = (
+            grpc.aio.insecure_channel(router, options=rpc.OPTIONS)
+            if tls is None
+            else grpc.aio.secure_channel(router, tls.credentials(), options=rpc.OPTIONS)
+        )
+        self._metadata = rpc.bearer(key_from_environment() if api_key is None else api_key)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     def chat(
@@ -134,7 +147,9 @@ class AsyncClient:
             client_request_id=client_request_id,
             disable_reuse=disable_reuse,
         )
-        return AsyncAnswer(self._stub.Chat(request, timeout=timeout_seconds))
+        return AsyncAnswer(
+            self._stub.Chat(request, timeout=timeout_seconds, metadata=self._metadata)
+        )
 
     def generate(
         self,
@@ -158,13 +173,17 @@ class AsyncClient:
             client_request_id=client_request_id,
             disable_reuse=disable_reuse,
         )
-        return AsyncAnswer(self._stub.Generate(request, timeout=timeout_seconds))
+        return AsyncAnswer(
+            self._stub.Generate(request, timeout=timeout_seconds, metadata=self._metadata)
+        )
 
     async def end_conversation(self, conversation_id: str, *, model: str) -> EndedConversation:
         """Say that no further turn will come, so that retained KV can go."""
         request = router_pb2.EndConversationRequest(model=model, conversation_id=conversation_id)
         with rpc.typed_errors():
-            response = await self._stub.EndConversation(request, timeout=UNARY_TIMEOUT_SECONDS)
+            response = await self._stub.EndConversation(
+                request, timeout=UNARY_TIMEOUT_SECONDS, metadata=self._metadata
+            )
         return EndedConversation(found=response.found, released=response.released)
 
     async def models(self) -> list[ModelInfo]:
@@ -172,7 +191,9 @@ class AsyncClient:
         with rpc.typed_errors():
             return parse_models(
                 await self._stub.ListModels(
-                    router_pb2.ListModelsRequest(), timeout=UNARY_TIMEOUT_SECONDS
+                    router_pb2.ListModelsRequest(),
+                    timeout=UNARY_TIMEOUT_SECONDS,
+                    metadata=self._metadata,
                 )
             )
 
@@ -181,7 +202,9 @@ class AsyncClient:
         request = router_pb2.ExplainRouteRequest(model=model, conversation_id=conversation_id)
         with rpc.typed_errors():
             return parse_route(
-                await self._stub.ExplainRoute(request, timeout=UNARY_TIMEOUT_SECONDS)
+                await self._stub.ExplainRoute(
+                    request, timeout=UNARY_TIMEOUT_SECONDS, metadata=self._metadata
+                )
             )
 
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
@@ -19,6 +20,12 @@ from kvloop.routes import EndedConversation, ModelInfo, Route, parse_models, par
 DEFAULT_ROUTER = "127.0.0.1:7100"
 UNARY_TIMEOUT_SECONDS = 10.0
 """Deadline of the calls that run no model."""
+
+
+def key_from_environment() -> str:
+    """The API key that clients use if they are given none; empty if there is none."""
+    return os.environ.get("KVLOOP_API_KEY", "")
+
 
 if TYPE_CHECKING:
     Event = router_pb2.ChatResponse | router_pb2.GenerateResponse
@@ -111,10 +118,23 @@ class Client:
 
     Args:
         router: host:port of any router.
+        api_key: key that names the tenant; by default $KVLOOP_API_KEY.
+        tls: how to speak TLS; without it the connection is not encrypted.
     """
 
-    def __init__(self, router: str = DEFAULT_ROUTER) -> None:
-        self._channel = grpc.insecure_channel(router, options=rpc.OPTIONS)
+    def __init__(
+        self,
+        router: str = DEFAULT_ROUTER,
+        *,
+        api_key: str | None = None,
+        tls: rpc.ClientTls | None = None,
+    ) -> None:
+        self._channel = (
+            grpc.insecure_channel(router, options=rpc.OPTIONS)
+            if tls is None
+            else grpc.secure_channel(router, tls.credentials(), options=rpc.OPTIONS)
+        )
+        self._metadata = rpc.bearer(key_from_environment() if api_key is None else api_key)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     def chat(
@@ -162,7 +182,7 @@ class Client:
             client_request_id=client_request_id,
             disable_reuse=disable_reuse,
         )
-        return Answer(self._stub.Chat(request, timeout=timeout_seconds))
+        return Answer(self._stub.Chat(request, timeout=timeout_seconds, metadata=self._metadata))
 
     def generate(
         self,
@@ -197,27 +217,39 @@ class Client:
             client_request_id=client_request_id,
             disable_reuse=disable_reuse,
         )
-        return Answer(self._stub.Generate(request, timeout=timeout_seconds))
+        return Answer(
+            self._stub.Generate(request, timeout=timeout_seconds, metadata=self._metadata)
+        )
 
     def end_conversation(self, conversation_id: str, *, model: str) -> EndedConversation:
         """Say that no further turn will come, so that retained KV can go."""
         request = router_pb2.EndConversationRequest(model=model, conversation_id=conversation_id)
         with rpc.typed_errors():
-            response = self._stub.EndConversation(request, timeout=UNARY_TIMEOUT_SECONDS)
+            response = self._stub.EndConversation(
+                request, timeout=UNARY_TIMEOUT_SECONDS, metadata=self._metadata
+            )
         return EndedConversation(found=response.found, released=response.released)
 
     def models(self) -> list[ModelInfo]:
         """Models that can be served now, sorted by name."""
         with rpc.typed_errors():
             return parse_models(
-                self._stub.ListModels(router_pb2.ListModelsRequest(), timeout=UNARY_TIMEOUT_SECONDS)
+                self._stub.ListModels(
+                    router_pb2.ListModelsRequest(),
+                    timeout=UNARY_TIMEOUT_SECONDS,
+                    metadata=self._metadata,
+                )
             )
 
     def explain_route(self, *, model: str, conversation_id: str = "") -> Route:
         """Where a turn would go now and whether it could reuse KV. Changes nothing."""
         request = router_pb2.ExplainRouteRequest(model=model, conversation_id=conversation_id)
         with rpc.typed_errors():
-            return parse_route(self._stub.ExplainRoute(request, timeout=UNARY_TIMEOUT_SECONDS))
+            return parse_route(
+                self._stub.ExplainRoute(
+                    request, timeout=UNARY_TIMEOUT_SECONDS, metadata=self._metadata
+                )
+            )
 
     def close(self) -> None:
         """Close the connection; running calls are cancelled."""

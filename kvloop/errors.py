@@ -10,6 +10,7 @@
     ├── UnavailableError        cannot be reached now; retrying may help
     ├── DeadlineError           the deadline passed
     ├── UnsupportedError        this deployment cannot do it
+    ├── UnauthenticatedError    the credential is missing or not valid
     └── InternalError           a defect in kvloop or in the engine
 
 Servers raise these anywhere below the gRPC edge; one interceptor turns them
@@ -30,6 +31,10 @@ DOMAIN = "kvloop"
 
 # A status may travel in HTTP/2 trailers, which peers bound to 8 KiB or so.
 _MAX_METADATA_VALUE = 1024
+
+RETRY_AFTER = "retry_after_seconds"
+"""Metadata key: after how many seconds it may be worth asking again. Also sent as
+google.rpc.RetryInfo."""
 
 ENGINE_BODY = "engine_body"
 """Metadata key of an engine's whole error body. It is for kvloop's own hops,
@@ -189,8 +194,14 @@ def to_status(error: KvloopError) -> status_pb2.Status:
     )
     detail = any_pb2.Any()
     detail.Pack(info)
+    details = [detail]
+    if (seconds := error.metadata.get(RETRY_AFTER)) is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(round(float(seconds) * 1000))
+        details.append(any_pb2.Any())
+        details[-1].Pack(retry)
     code: tuple[int, str] = error.code.value
-    return status_pb2.Status(code=code[0], message=error.message, details=[detail])
+    return status_pb2.Status(code=code[0], message=error.message, details=details)
 
 
 def from_rpc_error(error: grpc.RpcError) -> KvloopError:

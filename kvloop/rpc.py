@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 import grpc
 
@@ -37,6 +38,32 @@ OPTIONS: list[tuple[str, int | str]] = [
 ]
 """Channel options. Retries are off: whether a call may be repeated is decided
 where the meaning of the call is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """How a client speaks TLS. All values are PEM.
+
+    Attributes:
+        root_certificates: authorities to trust; by default those of gRPC.
+        certificate_chain: the client's own certificate, for mutual TLS.
+        private_key: key of that certificate.
+    """
+
+    root_certificates: bytes | None = None
+    certificate_chain: bytes | None = None
+    private_key: bytes | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """The same for gRPC."""
+        return grpc.ssl_channel_credentials(
+            self.root_certificates, self.private_key, self.certificate_chain
+        )
+
+
+def bearer(api_key: str) -> tuple[tuple[str, str | bytes], ...]:
+    """Call metadata that carries an API key; empty for none."""
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 @asynccontextmanager

@@ -22,6 +22,7 @@ class Measured:
 
     take: list[float] = field(default_factory=list)
     commit: list[float] = field(default_factory=list)
+    hits: int = 0
     elapsed: float = 0.0
 
     @property
@@ -48,12 +49,14 @@ async def run(
     serial = itertools.count()
     end = time.perf_counter() + seconds
 
-    async def turns(ledger: ledger_pb2_grpc.LedgerServiceAsyncStub) -> None:
+    async def turns(ledger: ledger_pb2_grpc.LedgerServiceAsyncStub, client: int) -> None:
+        # Each client has conversations of its own, so that every take is a hit.
+        mine = range(client, conversations, concurrency)
         while time.perf_counter() < end:
             key = common_pb2.ConversationKey(
                 tenant=rows.TENANT,
                 model=rows.MODEL,
-                conversation_id=rows.name(choose.randrange(conversations)),
+                conversation_id=rows.name(choose.choice(mine)),
             )
             request_id = f"{seed}-{next(serial)}"
             began = time.perf_counter()
@@ -65,8 +68,7 @@ async def run(
                 ledger_pb2.CommitTurnRequest(
                     key=key,
                     request_id=request_id,
-                    # Two turns of one conversation may overlap here: 0 never loses.
-                    turn=0,
+                    turn=taken.turn,
                     worker_id=rows.WORKER_ID,
                     engine=common_pb2.EngineRef(
                         engine_id=rows.ENGINE.engine_id, epoch=rows.ENGINE.epoch
@@ -78,13 +80,13 @@ async def run(
                 )
             )
             done = time.perf_counter()
-            if taken.HasField("handle"):
-                measured.take.append(between - began)
+            measured.hits += taken.HasField("handle")
+            measured.take.append(between - began)
             measured.commit.append(done - between)
 
     async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
         ledger = ledger_pb2_grpc.LedgerServiceStub(channel)
         began = time.perf_counter()
-        await asyncio.gather(*(turns(ledger) for _ in range(concurrency)))
+        await asyncio.gather(*(turns(ledger, client) for client in range(concurrency)))
         measured.elapsed = time.perf_counter() - began
     return measured

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import sqlalchemy as sa
 
 from services.kvmeta.clock import Clock
@@ -26,6 +28,14 @@ TENANT, MODEL, WORKER_ID = "default", "bench", "d1"
 ENGINE = EngineRef("bench-engine", "epoch")
 HOUR_US = 3600 * MICROSECONDS
 _CHUNK = 5_000
+
+
+@dataclass(frozen=True)
+class Due:
+    """How many rows are due soon, and when."""
+
+    rows: int
+    in_us: int
 
 
 def name(number: int) -> str:
@@ -86,10 +96,18 @@ async def fill_memory(store: MemoryStore, count: int, params: bytes) -> None:
 
 
 async def fill_sql(
-    transactions: Transactions, clock: Clock, count: int, params: bytes, *, expire_in_us: int
+    transactions: Transactions, clock: Clock, count: int, params: bytes, due: Due
 ) -> None:
-    """Insert `count` conversations into a database without any."""
+    """Insert `count` conversations into a database without any.
+
+    The last `due.rows` of them are due in `due.in_us` microseconds.
+    """
     now = clock.now_us()
+
+    def expire_in(number: int) -> int:
+        # Apart from each other, so that no two are due at once.
+        return number + (due.in_us if number >= count - due.rows else HOUR_US)
+
     for first in range(0, count, _CHUNK):
         numbers = range(first, min(count, first + _CHUNK))
 
@@ -102,7 +120,7 @@ async def fill_sql(
                 ],
             )
             connection.execute(
-                sa.insert(conversations), [_row(each, now, expire_in_us) for each in numbers]
+                sa.insert(conversations), [_row(each, now, expire_in(each)) for each in numbers]
             )
 
         await transactions.write(insert)
@@ -144,10 +162,9 @@ def _row(number: int, now_us: int, expire_in_us: int) -> dict[str, object]:
         commit_request_id="fill",
         commit_revision=1,
         commit_time_us=now_us,
-        # Apart from each other, so that no two are due at once.
-        expire_time_us=now_us + expire_in_us + number,
+        expire_time_us=now_us + expire_in_us,
         engine_ttl_us=2 * HOUR_US,
-        due_time_us=now_us + expire_in_us + number,
+        due_time_us=now_us + expire_in_us,
         revision=1,
     )
     return {

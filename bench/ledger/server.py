@@ -1,6 +1,6 @@
 """The ledger under measurement, in a process of its own: fill, then serve.
 
-    python -m bench.ledger.server URL ROWS PARAMS_BYTES EXPIRE_IN_SECONDS
+python -m bench.ledger.server URL ROWS PARAMS_BYTES DUE_ROWS DUE_IN_SECONDS
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from services.kvmeta.sql.transactions import Transactions
 from services.kvmeta.store import Store
 
 
-async def _serve(
-    url: str, count: int, params: bytes, expire_in_us: int, stop: asyncio.Event
-) -> None:
-    settings = KvmetaSettings(listen="127.0.0.1:0", max_conversations_per_tenant=10**9)
+async def _serve(url: str, count: int, params: bytes, due: rows.Due, stop: asyncio.Event) -> None:
+    settings = KvmetaSettings(
+        listen="127.0.0.1:0",
+        metrics_listen="127.0.0.1:0",
+        max_conversations_per_tenant=10**9,
+    )
     policy = settings.policy()
     host = HostTime()
     clock = LedgerClock(host.reading().wall_us, host.uptime_us(), host.uptime_us)
@@ -48,22 +50,20 @@ async def _serve(
             await transactions.write(schema.upgrade)
             store = SqlStore(transactions, clock, policy)
             await rows.register(store)
-            await rows.fill_sql(transactions, clock, count, params, expire_in_us=expire_in_us)
+            await rows.fill_sql(transactions, clock, count, params, due)
         async with app.build(settings, clock=clock, store=store) as kvmeta:
-            sys.stdout.write(f"{kvmeta.port}\n")
+            sys.stdout.write(f"{kvmeta.port} {kvmeta.metrics_port}\n")
             sys.stdout.flush()
             await stop.wait()
 
 
 def main() -> None:
-    """Serve until a signal comes; the port is the first line of output."""
-    url, count, params_bytes, expire_in_seconds = sys.argv[1:]
+    """Serve until a signal comes; the first line of output has the ports."""
+    url, count, params_bytes, due_rows, due_in_seconds = sys.argv[1:]
     setup_logging(level="warning", json=False)
     params = b"p" * int(params_bytes)
-    expire_in_us = microseconds(float(expire_in_seconds))
-    asyncio.run(
-        run_until_signal(lambda stop: _serve(url, int(count), params, expire_in_us, stop))
-    )
+    due = rows.Due(int(due_rows), microseconds(float(due_in_seconds)))
+    asyncio.run(run_until_signal(lambda stop: _serve(url, int(count), params, due, stop)))
 
 
 if __name__ == "__main__":

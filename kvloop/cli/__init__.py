@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from kvloop.cli import chat, demo, generate, tables, up
+from kvloop.cli import bench, chat, demo, generate, sim_engine, tables, up
 from kvloop.cli.exits import exit_status, explain
 from kvloop.errors import KvloopError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
       kvloop up                      a whole stack on this machine
       kvloop chat                    talk to it, in another terminal
       kvloop demo                    what reuse gains, measured here
+      kvloop bench ttft              the same on any running stack, in depth
 
     \b
     Exit status:
@@ -37,10 +38,17 @@ app = typer.Typer(
 )
 app.command("up")(up.up)
 app.command("demo")(demo.demo)
+app.add_typer(bench.app, name="bench")
 app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("conversations")(tables.conversations)
 app.command("workers")(tables.workers)
+app.command(
+    "sim-engine",
+    # --help too is for the simulated engine to answer.
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(sim_engine.sim_engine)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -119,6 +119,7 @@ def _welcome(stack: Stack, seconds: float) -> str:
         f"kvloop serves {stack.settings.model_name!r} after {seconds:.0f} s",
         "",
         *(f"  {name:<12} {stack.address(name)}" for name in stack.names),
+        f"  {'OpenAI API':<12} {stack.gateway_url}/v1",
         f"  {'logs':<12} {stack.run_dir}",
         "",
         "Try this, in another terminal:",

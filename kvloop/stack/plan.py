@@ -41,6 +41,7 @@ class ProcessSpec:
         argv: command with all flags.
         env: what it gets on top of this process's environment.
         address: host:port of its gRPC server.
+        gateway_url: URL of its OpenAI-compatible HTTP server, for the router.
         log: what it writes to stdout and stderr.
         engine_log: log of its vLLM server, for workers.
         engine_url: URL of its vLLM server, for workers.
@@ -53,6 +54,7 @@ class ProcessSpec:
     log: Path
     engine_log: Path | None = None
     engine_url: str = ""
+    gateway_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ def plan_stack(
     """
     kvmeta_address = f"{LOOPBACK}:{ports.take(7200)}"
     router_address = f"{LOOPBACK}:{ports.take(7100)}"
+    gateway_address = f"{LOOPBACK}:{ports.take(7180)}"
     counts = {"prefill": 0, "decode": 0}
     workers = []
     for index, worker in enumerate(settings.workers):
@@ -110,12 +113,14 @@ def plan_stack(
             argv=(
                 *entry_points.router,
                 *("--listen", router_address),
+                *("--gateway-listen", gateway_address),
                 *("--kvmeta", kvmeta_address),
                 *settings.router_args,
             ),
             env={**settings.env, "KVLOOP_ROUTER_LOG_JSON": "true"},
             address=router_address,
             log=run_dir / "router.log",
+            gateway_url=f"http://{gateway_address}",
         ),
         workers=tuple(workers),
     )

@@ -102,6 +102,11 @@ class Stack:
         return self.address(ROUTER)
 
     @property
+    def gateway_url(self) -> str:
+        """URL of the router's OpenAI-compatible HTTP server, without a path."""
+        return self._children[ROUTER].spec.gateway_url
+
+    @property
     def kvmeta_address(self) -> str:
         """host:port of kvmeta."""
         return self.address(KVMETA)

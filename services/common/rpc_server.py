@@ -110,6 +110,7 @@ async def serve(
     services: Sequence[ServiceDescriptor],
     *,
     grace_seconds: float,
+    credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[int]:
     """Run a gRPC server while the block runs.
 
@@ -121,6 +122,7 @@ async def serve(
         add_services: registers the servicers.
         services: descriptors of those services, for health and reflection.
         grace_seconds: time for calls in flight at the end.
+        credentials: for TLS; without them nothing is encrypted.
 
     Yields:
         The port.
@@ -147,7 +149,11 @@ async def serve(
         [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
     )
     try:
-        port = server.add_insecure_port(address)
+        port = (
+            server.add_insecure_port(address)
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}") from error
     await server.start()

@@ -11,6 +11,7 @@ from pydantic_settings import CliApp
 
 from services.common.process import run_until_signal, setup_logging
 from services.router import app
+from services.router.keys import BadKeysError
 from services.router.settings import RouterSettings
 
 _log = structlog.get_logger(__name__)
@@ -41,7 +42,7 @@ def main() -> None:
     failure: str | None = None
     try:
         asyncio.run(run_until_signal(lambda stop: _serve(settings, stop)))
-    except* OSError as errors:  # an address that is taken is no defect: no traceback
+    except* (OSError, BadKeysError) as errors:  # no defects of ours: no traceback
         failure = "; ".join(str(error) for error in errors.exceptions)
     sys.exit(failure)
 

@@ -15,10 +15,7 @@ from limits import RateLimitItem
 from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import MovingWindowRateLimiter
 
-from kvloop.errors import LimitError, UnavailableError
-
-RETRY_AFTER = "retry_after_seconds"
-"""Metadata key: when it may be worth asking again."""
+from kvloop.errors import RETRY_AFTER, LimitError, UnavailableError
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,11 @@ class TurnAdmission:
         self._limits = limits
         self._lanes: dict[tuple[str, str], _Lane] = {}
         self._rates = MovingWindowRateLimiter(MemoryStorage()) if limits.rates else None
+
+    @property
+    def waiting(self) -> int:
+        """Turns that wait now."""
+        return sum(len(lane.waiting) for lane in self._lanes.values())
 
     @asynccontextmanager
     async def turn(self, tenant: str, model: str) -> AsyncIterator[None]:

@@ -17,6 +17,7 @@ from kvloop import rpc
 from kvloop.common.v1 import common_pb2
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from services.common import rpc_server
+from services.common.tls import ServerFiles, ServerTls
 from services.router import metrics as router_metrics
 from services.router.admission import AdmissionLimits, TurnAdmission
 from services.router.deadline import Clock
@@ -57,6 +58,8 @@ class Router:
     """The workers it knows."""
     follower: RegistryFollower
     """What keeps them up to date."""
+    admission: TurnAdmission
+    """Which turns run and which wait."""
 
 
 @asynccontextmanager
@@ -85,10 +88,11 @@ async def build(
         connect: opens a channel to a worker.
 
     Raises:
-        OSError: an address cannot be bound, or the API keys cannot be read.
-        ValueError: the file of API keys is not well formed.
+        OSError: an address cannot be bound, or a file cannot be read.
+        BadKeysError: the file of API keys is not well formed.
     """
     authenticator = _authenticator(settings, clock)
+    tls = _tls(settings, clock)
     metrics = RouterMetrics(CollectorRegistry())
     async with AsyncExitStack() as stack:
         kvmeta = await stack.enter_async_context(rpc.open_channel(settings.kvmeta))
@@ -113,9 +117,10 @@ async def build(
         stack.callback(following.cancel)
 
         pipeline = _pipeline(settings, pool, ledger, metrics, tasks, clock=clock, rng=rng)
+        admission = TurnAdmission(_admission_limits(settings))
         reception = Reception(
             authenticator=authenticator,
-            admission=TurnAdmission(_admission_limits(settings)),
+            admission=admission,
             pipeline=pipeline,
             metrics=metrics,
             clock=clock,
@@ -141,6 +146,7 @@ async def build(
                 lambda server: router_pb2_grpc.add_RouterServiceServicer_to_server(service, server),
                 [router_pb2.DESCRIPTOR.services_by_name["RouterService"]],
                 grace_seconds=settings.shutdown_grace_seconds,
+                credentials=tls.grpc_credentials() if tls is not None else None,
             )
         )
         gateway_port = None
@@ -160,10 +166,12 @@ async def build(
                 gateway.serve(
                     _gateway_app(settings, reception, pages),
                     settings.gateway_listen,
+                    tasks,
                     grace_seconds=settings.shutdown_grace_seconds,
+                    tls=tls,
                 )
             )
-        yield Router(port, gateway_port, metrics_port, metrics, pool, follower)
+        yield Router(port, gateway_port, metrics_port, metrics, pool, follower, admission)
 
 
 def _authenticator(settings: RouterSettings, clock: Clock) -> Authenticator:
@@ -171,6 +179,15 @@ def _authenticator(settings: RouterSettings, clock: Clock) -> Authenticator:
     if settings.api_keys_file is None and not ring.entries:
         return OpenDoor()
     return KeyFile(settings.api_keys_file, ring, isolated=settings.isolate_tenants, clock=clock)
+
+
+def _tls(settings: RouterSettings, clock: Clock) -> ServerTls | None:
+    if settings.tls_certificate_file is None or settings.tls_key_file is None:
+        return None
+    files = ServerFiles(
+        settings.tls_certificate_file, settings.tls_key_file, settings.tls_client_ca_file
+    )
+    return ServerTls(files, clock=clock)
 
 
 def _admission_limits(settings: RouterSettings) -> AdmissionLimits:

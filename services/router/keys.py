@@ -47,11 +47,15 @@ class KeyRing:
         return found
 
 
+class BadKeysError(ValueError):
+    """A text is no key ring."""
+
+
 def parse_keys(text: str) -> KeyRing:
     """The key ring that a text describes.
 
     Raises:
-        ValueError: a line is not well formed, or a key belongs to two tenants.
+        BadKeysError: a line is not well formed, or a key belongs to two tenants.
             The message names the line's number and not its content.
     """
     tenants: dict[bytes, str] = {}
@@ -61,10 +65,10 @@ def parse_keys(text: str) -> KeyRing:
             continue
         match = _LINE.match(line)
         if match is None:
-            raise ValueError(f"line {number} of the API keys is not 'TENANT SHA256'")
+            raise BadKeysError(f"line {number} of the API keys is not 'TENANT SHA256'")
         digest = bytes.fromhex(match["digest"])
         if tenants.setdefault(digest, match["tenant"]) != match["tenant"]:
-            raise ValueError(f"line {number} of the API keys gives a key to a second tenant")
+            raise BadKeysError(f"line {number} of the API keys gives a key to a second tenant")
     return KeyRing(list(tenants.items()))
 
 
@@ -107,7 +111,7 @@ class KeyFile:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not well formed.
+        BadKeysError: it is not well formed.
     """
 
     def __init__(self, path: Path | None, more: KeyRing, *, isolated: bool, clock: Clock) -> None:

@@ -93,12 +93,9 @@ class LengthCheck:
         if limit == 0:
             return
         tokens = request.prompt_tokens
-        several = request.options.prompts > 1  # which only the engine can judge
-        if (
-            tokens is None
-            and not several
-            and len(request.body_json) > self._bytes_per_token * limit
-        ):
+        is_long = len(request.body_json) > self._bytes_per_token * limit
+        # Several prompts have no length that could be compared.
+        if tokens is None and is_long and request.options.prompts == 1:
             tokens = await self._count(request, decode_worker_id, deadline)
         refuse_if_too_long(request, tokens, limit)
 

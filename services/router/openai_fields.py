@@ -7,7 +7,7 @@ judges them. null passes too, since it means "the engine's default" to most.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -122,6 +122,12 @@ _DECODERS = {
     common_pb2.API_CHAT_COMPLETIONS: _decoders(_CHAT),
     common_pb2.API_COMPLETIONS: _decoders(_COMPLETIONS),
 }
+
+
+def known_members(api: common_pb2.Api.ValueType) -> Sequence[str]:
+    """Names of the members whose values are checked."""
+    return list(_DECODERS[api])
+
 
 _INTERNAL = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """What engines tell each other. From a caller it could name any address and any

@@ -37,6 +37,15 @@ class RouterSettings(BaseSettings):
     metrics_listen: str | None = None
     """host:port of the Prometheus endpoint; none if absent."""
 
+    tls_certificate_file: Path | None = None
+    """PEM file with the certificate chain of the gRPC server and of the gateway.
+    Read again when it changes. Without it nothing is encrypted."""
+    tls_key_file: Path | None = None
+    """PEM file with the private key of that certificate."""
+    tls_client_ca_file: Path | None = None
+    """PEM file with the authority of client certificates. If set, every client has
+    to bring one."""
+
     api_keys_file: Path | None = None
     """File with one 'TENANT SHA256-OF-KEY' per line; read again when it changes.
     Without keys everyone is the tenant "default"."""
@@ -129,11 +138,15 @@ class RouterSettings(BaseSettings):
         return value
 
     @model_validator(mode="after")
-    def _timeouts_fit(self) -> Self:
+    def _settings_fit(self) -> Self:
         if self.ledger_timeout_seconds > self.ledger_call_timeout_seconds:
             raise ValueError("ledger_timeout_seconds must not be above ledger_call_timeout_seconds")
         if self.registry_retry_seconds > self.registry_retry_max_seconds:
             raise ValueError("registry_retry_seconds must not be above registry_retry_max_seconds")
+        if (self.tls_certificate_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_certificate_file and tls_key_file need each other")
+        if self.tls_client_ca_file is not None and self.tls_key_file is None:
+            raise ValueError("tls_client_ca_file needs tls_certificate_file and tls_key_file")
         if self.deadline_margin_seconds >= self.max_turn_seconds:
             raise ValueError("deadline_margin_seconds must be below max_turn_seconds")
         return self

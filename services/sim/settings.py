@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -26,28 +25,19 @@ from services.sim.faults import Fault, parse
 from services.sim.latency import PROFILES, Preset, Profile
 from services.sim.spec import EngineSpec, KvRole, LoadFailurePolicy
 
-
-class Role(StrEnum):
-    """Leg that an engine runs."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
-
 _KV_ROLES = {
-    Role.PREFILL: KvRole.PRODUCER,
-    Role.DECODE: KvRole.CONSUMER,
-    Role.BOTH: KvRole.BOTH,
+    "prefill": KvRole.PRODUCER,
+    "decode": KvRole.CONSUMER,
+    "both": KvRole.BOTH,
 }
 
 
 def _default_port(fields: dict[str, Any]) -> int:
-    return 8200 if fields["role"] is Role.DECODE else 8100
+    return 8200 if fields["role"] == "decode" else 8100
 
 
 def _default_side_channel_port(fields: dict[str, Any]) -> int:
-    return 5700 if fields["role"] is Role.DECODE else 5600
+    return 5700 if fields["role"] == "decode" else 5600
 
 
 def _events_socket_of_connector() -> str | None:
@@ -75,18 +65,18 @@ class SimSettings(BaseSettings):
         cli_avoid_json=True,
     )
 
-    role: Role = Role.PREFILL
-    """Leg that the engines run: prefill, decode or both."""
+    role: Literal["prefill", "decode", "both"] = "prefill"
+    """Leg that the engines run."""
     engines: PositiveInt = 1
     """Engines in this process."""
     host: str = "127.0.0.1"
     """Address of the HTTP servers."""
     port: int = Field(default_factory=_default_port, ge=0, le=65535)
-    """HTTP port of the first engine; 0 takes free ones."""
+    """HTTP port of the first engine: 8100, for decode 8200. 0 takes free ones."""
     side_channel_host: str = "127.0.0.1"
     """Address of the side channels. It must be one that other engines can reach."""
     side_channel_port: int = Field(default_factory=_default_side_channel_port, ge=0, le=65535)
-    """Side channel port of the first engine; 0 takes free ones."""
+    """Side channel port of the first engine: 5600, for decode 5700. 0 takes free ones."""
     events_socket: str | None = Field(default_factory=_events_socket_of_connector)
     """Unix socket of the sidecar; KVLOOP_EVENTS_SOCKET, as for vLLM, if omitted."""
     admin_listen: str | None = None
@@ -112,8 +102,8 @@ class SimSettings(BaseSettings):
     """Requests that run at once; more wait."""
     max_num_batched_tokens: PositiveInt = 8192
     """Tokens computed in one step."""
-    freed_blocks_read: FreedReads = FreedReads.NOISE
-    """What a read of blocks that are in nobody's use gives: noise or stale."""
+    freed_blocks_read: Literal["noise", "stale"] = "noise"
+    """What a read of blocks that are in nobody's use gives."""
 
     stock: bool = False
     """Behave as stock NixlConnector: nothing is proven, no events are sent."""
@@ -125,14 +115,13 @@ class SimSettings(BaseSettings):
     """How long decode keeps a finished turn's blocks."""
     kv_lease_duration_seconds: PositiveFloat = 30
     """How long prefill keeps blocks that decode has not read."""
-    kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
-    """What becomes of a request whose pull fails: recompute or fail."""
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """What becomes of a request whose pull fails."""
     engine_id: str | None = None
     """Engine id; by default each life of an engine has its own."""
 
-    preset: Preset = Preset.INSTANT
-    """How fast the engines are: instant, tiny-cpu, qwen3-32b-h200 or
-    qwen3-32b-h200-slow-link."""
+    preset: Literal["instant", "tiny-cpu", "qwen3-32b-h200", "qwen3-32b-h200-slow-link"] = "instant"
+    """How fast the engines are."""
     time_scale: NonNegativeFloat = 1.0
     """Simulated durations are multiplied by this: 0.1 is ten times faster."""
     prefill_tokens_per_second: PositiveFloat | None = None
@@ -197,7 +186,7 @@ class SimSettings(BaseSettings):
         """KV blocks per engine."""
         if self.num_kv_blocks is not None:
             return self.num_kv_blocks
-        return math.ceil(PROFILES[self.preset].kv_capacity_tokens / self.block_size) + 1
+        return math.ceil(PROFILES[Preset(self.preset)].kv_capacity_tokens / self.block_size) + 1
 
     @property
     def faults(self) -> list[Fault]:
@@ -216,7 +205,7 @@ class SimSettings(BaseSettings):
             changes["bytes_per_second"] = self.transfer_gigabytes_per_second * 1e9
         if self.descriptors_per_block is not None:
             changes["descriptors_per_block"] = self.descriptors_per_block
-        return replace(PROFILES[self.preset], **changes)
+        return replace(PROFILES[Preset(self.preset)], **changes)
 
     def specs(self) -> Iterator[EngineSpec]:
         """What each engine of the process is."""
@@ -242,8 +231,8 @@ class SimSettings(BaseSettings):
                 kv_recompute_threshold=self.kv_recompute_threshold,
                 decoder_kv_blocks_ttl_seconds=self.decoder_kv_blocks_ttl_seconds,
                 kv_lease_seconds=self.kv_lease_duration_seconds,
-                load_failure_policy=self.kv_load_failure_policy,
-                freed_reads=self.freed_blocks_read,
+                load_failure_policy=LoadFailurePolicy(self.kv_load_failure_policy),
+                freed_reads=FreedReads(self.freed_blocks_read),
                 vllm_version=tuple(int(part) for part in self.vllm_version.split(".")),
                 prompt_tokens_details=self.enable_prompt_tokens_details,
                 engine_id=_numbered(self.engine_id, index),

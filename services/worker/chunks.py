@@ -56,7 +56,9 @@ class _ReplyJson(msgspec.Struct):
 _REPLY = msgspec.json.Decoder(_ReplyJson)
 _CHUNK = msgspec.json.Decoder(_ChunkJson)
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_KV_TRANSFER_PARAMS = f'"{KV_TRANSFER_PARAMS}"'.encode()
+_INTERNAL = (KV_TRANSFER_PARAMS, "ec_transfer_params")
+"""What engines tell each other. Absent from what is passed on, null or not."""
+_INTERNAL_MARK = b'_transfer_params"'
 
 
 def read_chunk(payload: bytes) -> Chunk:
@@ -65,7 +67,7 @@ def read_chunk(payload: bytes) -> Chunk:
     Raises:
         KvloopError: the event is an error; the class fits the engine's status.
     """
-    if _KV_TRANSFER_PARAMS in payload:
+    if _INTERNAL_MARK in payload:
         payload = _without_params(payload)
     if b'"error"' in payload and (error := engine_errors.from_event(payload)) is not None:
         raise error
@@ -88,7 +90,7 @@ def read_chunk(payload: bytes) -> Chunk:
 
 def read_whole(reply: bytes) -> Chunk:
     """Look at a reply that came in one piece."""
-    if _KV_TRANSFER_PARAMS in reply:
+    if _INTERNAL_MARK in reply:
         reply = _without_params(reply)
     try:
         usage = _REPLY.decode(reply).usage
@@ -111,11 +113,10 @@ def _may_count(payload: bytes) -> bool:
 
 
 def _without_params(payload: bytes) -> bytes:
-    """The chunk without the engine's hand-off; every other value as it was."""
+    """The JSON without internal members; every other value as it was."""
     try:
         members = _MEMBERS.decode(payload)
     except msgspec.DecodeError:
         return payload
-    if members.pop(KV_TRANSFER_PARAMS, None) is None:
-        return payload
-    return msgspec.json.encode(members)
+    kept = {name: raw for name, raw in members.items() if name not in _INTERNAL}
+    return payload if len(kept) == len(members) else msgspec.json.encode(kept)

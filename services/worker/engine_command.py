@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from services.worker.kv_layout import MODEL_RUNNER, KvLayout, Platform
+
 _CONNECTOR_CLASS = "KvloopConnector"
 _CONNECTOR_MODULE = "services.worker.connector"
-_CPU_BLOCK_SIZE = 32
 
 
 Role = Literal["prefill", "decode"]
 """Leg that a worker runs."""
-
-Platform = Literal["cpu", "cuda"]
-"""Build of vLLM that runs."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class EngineOptions:
     """Directory from which the engine can import the connector."""
     kv_recompute_threshold: int
     decoder_kv_blocks_ttl_seconds: int
-    block_size: int | None
+    kv_layout: KvLayout
     cpu_kv_cache_gib: int | None
     cpu_threads: int | None
     extra_args: Sequence[str]
@@ -84,12 +82,10 @@ def engine_command(options: EngineOptions) -> EngineCommand:
         "--kv-transfer-config",
         json.dumps(_kv_transfer_config(options)),
     ]
-    block_size = options.block_size
     if options.platform == "cpu":
         argv += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16"]
-        block_size = block_size or _CPU_BLOCK_SIZE
-    if block_size is not None:
-        argv += ["--block-size", str(block_size)]
+    if options.kv_layout.block_size is not None:
+        argv += ["--block-size", str(options.kv_layout.block_size)]
     required = {
         "KVLOOP_EVENTS_SOCKET": str(options.events_socket),
         "PYTHONPATH": str(options.import_root),
@@ -100,6 +96,8 @@ def engine_command(options: EngineOptions) -> EngineCommand:
         # vLLM 0.21 to 0.23 keep blocks for this long; decoder_kv_blocks_ttl is newer.
         "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(options.decoder_kv_blocks_ttl_seconds),
     }
+    if options.kv_layout.cross_layers:
+        required[MODEL_RUNNER] = "0"
     defaults = {"VLLM_NO_USAGE_STATS": "1"}
     if options.model_is_local:
         defaults["HF_HUB_OFFLINE"] = "1"
@@ -121,6 +119,13 @@ def engine_command(options: EngineOptions) -> EngineCommand:
 
 
 def _kv_transfer_config(options: EngineOptions) -> dict[str, Any]:
+    extra: dict[str, Any] = {
+        "bidirectional_kv_xfer": True,
+        "kv_recompute_threshold": options.kv_recompute_threshold,
+        "decoder_kv_blocks_ttl": options.decoder_kv_blocks_ttl_seconds,
+    }
+    if options.kv_layout.cross_layers:
+        extra["enable_cross_layers_blocks"] = True
     return {
         "kv_connector": _CONNECTOR_CLASS,
         "kv_connector_module_path": _CONNECTOR_MODULE,
@@ -128,9 +133,5 @@ def _kv_transfer_config(options: EngineOptions) -> dict[str, Any]:
         "kv_buffer_device": "cpu" if options.platform == "cpu" else "cuda",
         # A broken pull costs time, not the request.
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "bidirectional_kv_xfer": True,
-            "kv_recompute_threshold": options.kv_recompute_threshold,
-            "decoder_kv_blocks_ttl": options.decoder_kv_blocks_ttl_seconds,
-        },
+        "kv_connector_extra_config": extra,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import structlog
 
 from kvloop.errors import (
     ENGINE_BODY,
@@ -15,6 +16,8 @@ from kvloop.errors import (
     ModelNotFoundError,
     UnavailableError,
 )
+
+_log = structlog.get_logger(__name__)
 
 _MAX_MESSAGE = 1024
 """Characters of the engine's message that are passed on: errors travel in
@@ -44,19 +47,23 @@ def from_event(payload: bytes) -> KvloopError | None:
     return _make(status, error, payload, fallback="the engine ended the stream with an error")
 
 
-def unreachable(url: str, error: BaseException) -> UnavailableError:
-    """The request surely never reached the engine."""
+def unreachable(url: str, detail: object) -> UnavailableError:
+    """The request surely never reached the engine.
+
+    Where and why is for the log: errors go on to callers, to whom addresses are
+    no business.
+    """
+    _log.warning("engine_unreachable", url=url, detail=str(detail))
     return UnavailableError(
-        f"cannot reach the engine at {url}: {error}", reason="ENGINE_UNREACHABLE", reached="false"
+        "the worker cannot reach its engine", reason="ENGINE_UNREACHABLE", reached="false"
     )
 
 
 def lost(url: str, detail: str) -> UnavailableError:
     """The connection broke when the engine may have begun."""
+    _log.warning("engine_lost", url=url, detail=detail)
     return UnavailableError(
-        f"the connection to the engine at {url} broke: {detail}",
-        reason="ENGINE_LOST",
-        reached="true",
+        "the connection to the engine broke", reason="ENGINE_LOST", reached="true"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -10,13 +12,20 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from glob import glob
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
 import services
-from services.worker.engine_command import EngineOptions, Platform, engine_command
+from services.worker.engine_command import EngineOptions, engine_command
 from services.worker.engine_process import EngineProcess, start_engine
+from services.worker.kv_layout import (
+    KvLayout,
+    Platform,
+    choose_kv_layout,
+    is_uniform,
+    vllm_version,
+)
 from services.worker.settings import WorkerSettings
 
 _log = structlog.get_logger(__name__)
@@ -76,13 +85,17 @@ async def launch(
         gpu_present: whether the machine has an NVIDIA GPU.
     """
     platform = choose_platform(settings.platform, gpu_present)
+    layout = await asyncio.to_thread(_kv_layout, settings, platform)
     with import_root(settings.engine_python) as root:
-        command = engine_command(_options(settings, platform, root))
+        command = engine_command(_options(settings, platform, layout, root))
         _log.info(
             "engine_starting",
             model=settings.model,
             role=settings.role,
             platform=platform,
+            block_size=layout.block_size,
+            cross_layers=layout.cross_layers,
+            kv_layout_reason=layout.reason,
             log=str(settings.engine_log),
         )
         async with start_engine(
@@ -94,7 +107,47 @@ async def launch(
             yield process
 
 
-def _options(settings: WorkerSettings, platform: Platform, root: Path) -> EngineOptions:
+def installed_vllm(engine_python: str) -> str | None:
+    """Version of vLLM that an interpreter has; None if it cannot be told."""
+    script = "from importlib.metadata import version; print(version('vllm'))"
+    try:
+        told = subprocess.run(
+            [engine_python, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return told.stdout.strip() or None
+
+
+def read_model_config(model: str | None) -> dict[str, Any]:
+    """config.json of a model folder; empty for a hub name or an unreadable file."""
+    try:
+        config = json.loads((Path(model or "") / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _kv_layout(settings: WorkerSettings, platform: Platform) -> KvLayout:
+    known = platform == "cuda" and settings.kv_layout == "auto"
+    return choose_kv_layout(
+        settings.kv_layout,
+        platform=platform,
+        version=vllm_version(installed_vllm(settings.engine_python)) if known else None,
+        block_size=settings.block_size,
+        engine_args=settings.extra_engine_args,
+        environment=os.environ,
+        uniform=is_uniform(read_model_config(settings.model)),
+    )
+
+
+def _options(
+    settings: WorkerSettings, platform: Platform, layout: KvLayout, root: Path
+) -> EngineOptions:
     if settings.model is None or settings.model_name is None:
         raise ValueError("there is no model to start vLLM with")
     return EngineOptions(
@@ -111,7 +164,7 @@ def _options(settings: WorkerSettings, platform: Platform, root: Path) -> Engine
         import_root=root,
         kv_recompute_threshold=settings.kv_recompute_threshold,
         decoder_kv_blocks_ttl_seconds=settings.decoder_kv_blocks_ttl_seconds,
-        block_size=settings.block_size,
+        kv_layout=layout,
         cpu_kv_cache_gib=settings.cpu_kv_cache_gib,
         cpu_threads=settings.cpu_threads,
         extra_args=settings.extra_engine_args,

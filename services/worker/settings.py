@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.common.addresses import split_host_port
 from services.worker.engine_command import Role
+from services.worker.kv_layout import KvLayoutChoice
 
 _ANY_ADDRESS = ("0.0.0.0", "::")
 _OWNED_FLAGS = (
@@ -152,8 +153,14 @@ class WorkerSettings(BaseSettings):
     """How long decode keeps a finished turn's KV blocks."""
 
     block_size: PositiveInt | None = None
-    """Tokens per KV block. 32 on CPU, vLLM's own default on CUDA, where 128 makes
-    pulls several times faster if the attention backend supports it."""
+    """Tokens per KV block. 32 on CPU; on CUDA what --kv-layout comes to."""
+
+    kv_layout: KvLayoutChoice = "auto"
+    """How the KV cache lies in memory on CUDA, which decides the speed of pulls:
+    cross-layers keeps all layers of a block together (vLLM 0.21 to 0.25),
+    large-blocks makes blocks of 128 tokens, engine-default is vLLM's own choice.
+    auto takes the first of them that vLLM and the model allow. The same for all
+    workers of a model."""
 
     platform: Literal["auto", "cpu", "cuda"] = "auto"
     """Which build of vLLM runs: cpu or cuda. auto looks for an NVIDIA GPU."""

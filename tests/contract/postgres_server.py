@@ -28,9 +28,16 @@ def find_binaries() -> Path | None:
 
 
 class PostgresServer:
-    """A server in a directory of its own, reached by a Unix socket there."""
+    """A server in a directory of its own, reached by a Unix socket there.
 
-    def __init__(self, binaries: Path, directory: Path) -> None:
+    Args:
+        binaries: where initdb and pg_ctl are.
+        directory: an empty directory.
+        durable: wait for the disk at each commit; tests have no need to.
+    """
+
+    def __init__(self, binaries: Path, directory: Path, *, durable: bool) -> None:
+        self._durable = durable
         self._binaries = binaries
         self._directory = directory
         self._data = directory / "data"
@@ -53,7 +60,7 @@ class PostgresServer:
         """Start the server and wait until it answers."""
         options = (
             f"-c listen_addresses= -c unix_socket_directories={self._directory} "
-            "-c fsync=off -c max_connections=64"
+            f"-c fsync={'on' if self._durable else 'off'} -c max_connections=64"
         )
         log = self._directory / "log"
         self._run("pg_ctl", "start", "--wait", f"--log={log}", f"--options={options}")
@@ -76,14 +83,14 @@ class PostgresServer:
 
 
 @contextmanager
-def private_server() -> Iterator[PostgresServer | None]:
+def private_server(*, durable: bool = False) -> Iterator[PostgresServer | None]:
     """A running server that is removed at the end; None if none is installed."""
     binaries = find_binaries()
     if binaries is None:
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="kvloop-pg-") as name:
-        server = PostgresServer(binaries, Path(name))
+        server = PostgresServer(binaries, Path(name), durable=durable)
         server.create()
         server.start()
         try:

@@ -15,6 +15,9 @@ from tests.contract.kvmeta_process import KvmetaProcess, run_kvmeta
 from tests.contract.postgres_server import PostgresServer
 from tests.unit.kvmeta import messages
 
+# Processes take their time to start on a busy machine.
+pytestmark = pytest.mark.timeout(120)
+
 Reason = common_pb2.MissReason
 
 
@@ -136,7 +139,6 @@ class Client:
         self.check(await ledger.TakeHandle(messages.take(self.name, f"{self.name}-{self.turns}")))
 
 
-@pytest.mark.timeout(120)
 async def test_kill_9_under_load_loses_no_handle_and_gives_none_out_twice(database_url) -> None:
     clients = [Client(f"loaded-{number}") for number in range(20)]
     for _ in range(3):

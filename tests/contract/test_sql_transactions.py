@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -139,22 +140,39 @@ def _count_commits(transactions: SqliteTransactions) -> list[None]:
 async def test_sqlite_drops_work_whose_caller_left_before_its_turn(tmp_path: Path) -> None:
     async with open_sqlite(tmp_path / "ledger.db") as transactions:
         await transactions.write(metadata.create_all)
-        writing = asyncio.create_task(transactions.write(insert("a")))
-        await asyncio.sleep(0)  # it is handed over
-        dropped = asyncio.create_task(transactions.write(insert("b")))
-        dropped.cancel()
-        await writing
-        assert await transactions.read(names) == {"a"}
+        gate = threading.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(transactions.write(lambda connection: gate.wait()))
+            dropped = group.create_task(transactions.write(insert("dropped")))
+            group.create_task(transactions.write(insert("kept")))
+            await asyncio.sleep(0)  # all of them are handed over
+            dropped.cancel()
+            gate.set()
+        assert await transactions.read(names) == {"kept"}
+
+
+async def test_two_writers_of_one_sqlite_file_lose_no_update(tmp_path: Path) -> None:
+    def read_then_write(connection: sa.Connection) -> None:
+        count = connection.execute(sa.select(tenants.c.conversations)).scalar_one()
+        connection.execute(sa.update(tenants).values(conversations=count + 1))
+
+    path = tmp_path / "ledger.db"
+    async with open_sqlite(path) as one, open_sqlite(path) as two:
+        await one.write(metadata.create_all)
+        await one.write(insert("a", 0))
+        for _ in range(20):
+            await asyncio.gather(one.write(read_then_write), two.write(read_then_write))
+        count = sa.select(tenants.c.conversations)
+        assert await one.read(lambda connection: connection.execute(count).scalar()) == 40
 
 
 async def test_sqlite_finishes_waiting_writes_when_it_closes(tmp_path: Path) -> None:
-    async with open_sqlite(tmp_path / "ledger.db") as transactions:
-        await transactions.write(metadata.create_all)
-        async with asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
+        async with open_sqlite(tmp_path / "ledger.db") as transactions:
+            await transactions.write(metadata.create_all)
             for number in range(50):
                 group.create_task(transactions.write(insert(f"t{number}")))
-            await asyncio.sleep(0)
-            await transactions.stop()
+            await asyncio.sleep(0)  # all of them are handed over
     async with open_sqlite(tmp_path / "ledger.db") as transactions:
         assert len(await transactions.read(names)) == 50
 

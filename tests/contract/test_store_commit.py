@@ -139,6 +139,28 @@ async def test_a_commit_for_an_engine_that_is_gone_is_refused(store, clock, wron
     assert await store.get(key()) is None
 
 
+async def test_the_holder_of_a_handle_cannot_commit_for_an_engine_that_is_gone(
+    store, clock
+) -> None:
+    await register(store, lease_us=100)
+    await stored(store, commit(turn=1, request_id="a"))
+    taken = await hit(store, request_id="b")
+    other = EngineRef("engine-2", "epoch-1")
+    elsewhere = commit(turn=taken.turn, request_id="b", worker_id="d2", engine=other)
+    assert await store.commit(elsewhere, "h") == EngineGone()
+    clock.us += 100
+    assert await store.commit(commit(turn=taken.turn, request_id="b"), "h") == EngineGone()
+    assert (await store.get(key())).state is HandleState.TAKEN
+
+
+async def test_the_holder_of_a_handle_cannot_commit_under_another_turns_number(store) -> None:
+    await register(store)
+    await stored(store, commit(turn=1, request_id="a"))
+    await hit(store, request_id="b")
+    verdict = await store.commit(commit(turn=1, request_id="b"), "h")
+    assert verdict == Superseded(newest_turn=1, ended=False)
+
+
 async def test_a_commit_repeated_after_the_engine_is_gone_still_succeeds(store) -> None:
     lease_id = await register(store)
     await stored(store, commit(turn=1))
@@ -226,8 +248,8 @@ async def test_a_conversation_ttl_moves_the_deadline_and_outlives_turns(store, c
     row = await store.extend(key(), 60 * SECOND)
     assert row.expire_time_us == START_US + 60 * SECOND
     clock.advance(59)
-    await hit(store, request_id="b")
-    row = await stored(store, commit(request_id="b"))
+    taken = await hit(store, request_id="b")
+    row = await stored(store, commit(turn=taken.turn, request_id="b"))
     assert row.expire_time_us == clock.us + 60 * SECOND
     row = await store.extend(key(), 475 * SECOND)
     assert row.expire_time_us == clock.us + 475 * SECOND

@@ -81,7 +81,10 @@ async def world(
     settings = StackSettings(
         model=str(model_directory),
         served_model_name=MODEL,
-        workers=make_workers(decoder_kv_blocks_ttl_seconds=TTL_SECONDS),
+        workers=make_workers(
+            decoder_kv_blocks_ttl_seconds=TTL_SECONDS,
+            engine_args="--enable-auto-tool-choice --tool-call-parser hermes",
+        ),
         run_dir=tmp_path_factory.mktemp("run"),
         # Gives tests /reset_prefix_cache.
         env={"VLLM_SERVER_DEV_MODE": "1"},

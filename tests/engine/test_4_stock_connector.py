@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from services.worker.engine_command import EngineOptions, engine_command
+from services.worker.kv_layout import KvLayout
 from tests.engine.conftest import MODEL, World
 from tests.engine.engines import EngineProbe, eventually
 from tests.engine.turns import ANSWER, first_turn, take_handle
@@ -44,7 +45,7 @@ async def _stock_prefill(model: Path, log: Path) -> AsyncIterator[str]:
             import_root=Path(__file__).parents[2],
             kv_recompute_threshold=64,
             decoder_kv_blocks_ttl_seconds=60,
-            block_size=None,
+            kv_layout=KvLayout(32, False, "the CPU build's recipe"),
             cpu_kv_cache_gib=None,
             cpu_threads=None,
             extra_args=[],

@@ -1,8 +1,8 @@
-"""Changes of one conversation, inside a transaction.
+"""Changes of one conversation other than takes, inside a transaction.
 
-TakeHandle is one guarded statement. The others lock the row, let rules.py
-decide, and write what it says; on SQLite the lock is the transaction itself.
-Statements are built once: building costs more than running them.
+Each locks the row, lets rules.py decide, and writes what it says; on SQLite the
+lock is the transaction itself. Only the usual commit, by the turn that holds the
+handle, is a guarded statement.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import sqlalchemy as sa
 
 from services.kvmeta import rules
 from services.kvmeta.model import (
-    LIVE_STATES,
     Commit,
     Conversation,
     ConversationKey,
     HandleState,
-    MissReason,
     ReleaseCause,
 )
 from services.kvmeta.rules import CommitVerdict, Policy
 from services.kvmeta.sql import releases
+from services.kvmeta.sql.guards import NEXT_REVISION, REQUEST, THIS, engine_alive, this
 from services.kvmeta.sql.tables import (
     CONVERSATION_COLUMNS,
     conversation_from_row,
@@ -28,117 +27,75 @@ from services.kvmeta.sql.tables import (
     conversations,
     handle_params,
     tenants,
-    workers,
 )
-from services.kvmeta.store import (
-    Ended,
-    Hit,
-    Miss,
-    Position,
-    TooManyConversations,
-    TtlNotHonoured,
-)
+from services.kvmeta.store import Ended, Position, TooManyConversations, TtlNotHonoured
 
 _c = conversations.c
-_NOW = sa.bindparam("at_now", type_=sa.BigInteger)
-_REQUEST = sa.bindparam("by_request", type_=sa.String)
-_THIS = sa.and_(
-    _c.tenant == sa.bindparam("key_tenant"),
-    _c.model == sa.bindparam("key_model"),
-    _c.conversation_id == sa.bindparam("key_conversation_id"),
+_READ = sa.select(*CONVERSATION_COLUMNS, _c.params_id).where(THIS)
+_LOCK = _READ.with_for_update()
+_UPDATE = sa.update(conversations).where(THIS)
+_COMMITTER_ALIVE = engine_alive(
+    sa.bindparam("by_worker", type_=sa.String),
+    sa.bindparam("by_engine", type_=sa.String),
+    sa.bindparam("by_epoch", type_=sa.String),
 )
-
-
-def _engine_alive(
-    worker_id: sa.ColumnElement[str],
-    engine_id: sa.ColumnElement[str],
-    epoch: sa.ColumnElement[str],
-) -> sa.Exists:
-    return sa.exists().where(
-        workers.c.worker_id == worker_id,
-        workers.c.engine_id == engine_id,
-        workers.c.epoch == epoch,
-        workers.c.removed.is_(sa.false()),
-        workers.c.lease_expire_us > _NOW,
-    )
-
-
-_HOLDER_ALIVE = _engine_alive(_c.worker_id, _c.engine_id, _c.epoch)
-
-# As text, because SQLAlchemy strips table names from what SQLite returns, also
-# inside subqueries, where they are needed.
-_RETURN_PARAMS = sa.literal_column(
-    "(SELECT handle_params.params FROM handle_params"
-    " WHERE handle_params.params_id = conversations.params_id)",
-    sa.LargeBinary,
-).label("params")
-_RETURN_LEASE = sa.literal_column(
-    "(SELECT workers.lease_expire_us FROM workers"
-    " WHERE workers.worker_id = conversations.worker_id AND NOT workers.removed)",
-    sa.BigInteger,
-).label("lease_expire_us")
-_RETURN_SAME_ENGINE = sa.literal_column(
-    "(SELECT workers.engine_id = conversations.engine_id AND workers.epoch = conversations.epoch"
-    " FROM workers WHERE workers.worker_id = conversations.worker_id)",
-    sa.Boolean,
-).label("same_engine")
-_NEXT_REVISION = sa.case((_c.revision >= _NOW, _c.revision + 1), else_=_NOW)
-
-_TAKE = (
+_IS_COMMITTER_ALIVE = sa.select(_COMMITTER_ALIVE)
+_BY_TURN = sa.bindparam("by_turn", type_=sa.BigInteger)
+# What rules.commit would say without looking at anything else.
+_COMMIT_BY_HOLDER = (
     sa.update(conversations)
     .where(
-        _THIS,
-        _c.state == HandleState.AVAILABLE.value,
-        _c.expire_time_us > _NOW,
-        _c.commit_request_id != _REQUEST,
-        _HOLDER_ALIVE,
+        THIS,
+        _c.state == HandleState.TAKEN.value,
+        _c.take_request_id == REQUEST,
+        _c.take_turn == _BY_TURN,
+        _c.ended_turn < _BY_TURN,
+        _c.conversation_ttl_us.is_(None),
+        # Only what was due long ago has no params left to replace.
+        sa.exists().where(handle_params.c.params_id == _c.params_id),
+        _COMMITTER_ALIVE,
     )
     .values(
-        state=HandleState.TAKEN.value,
-        issued_turn=_c.issued_turn + 1,
-        take_request_id=_REQUEST,
-        take_turn=_c.issued_turn + 1,
-        revision=_NEXT_REVISION,
+        state=HandleState.AVAILABLE.value,
+        take_request_id="",
+        take_turn=0,
+        commit_revision=NEXT_REVISION,
+        revision=NEXT_REVISION,
+        **{
+            name: sa.bindparam(f"new_{name}", type_=_c[name].type)
+            for name in (
+                "turn",
+                "handle_id",
+                "worker_id",
+                "engine_id",
+                "epoch",
+                "num_tokens",
+                "num_blocks",
+                "commit_request_id",
+                "commit_time_us",
+                "expire_time_us",
+                "engine_ttl_us",
+                "due_time_us",
+            )
+        },
     )
-    .returning(*CONVERSATION_COLUMNS, _RETURN_PARAMS)
-)
-_IS_REPEAT = sa.and_(
-    _c.state == HandleState.TAKEN.value,
-    _c.take_request_id == _REQUEST,
-    _c.expire_time_us > _NOW,
-)
-_OPEN_TURN = (
-    sa.update(conversations)
-    .where(_THIS)
-    .values(
-        issued_turn=sa.case((_IS_REPEAT, _c.issued_turn), else_=_c.issued_turn + 1),
-        revision=sa.case((_IS_REPEAT, _c.revision), else_=_NEXT_REVISION),
-        due_time_us=sa.case(
-            (_c.state.in_([state.value for state in LIVE_STATES]), _c.due_time_us),
-            else_=_NOW + sa.bindparam("dead_retention", type_=sa.BigInteger),
-        ),
-    )
-    .returning(*CONVERSATION_COLUMNS, _RETURN_LEASE, _RETURN_SAME_ENGINE)
-)
-_READ_PARAMS = (
-    sa.select(handle_params.c.params)
-    .join(conversations, _c.params_id == handle_params.c.params_id)
-    .where(_THIS)
-)
-_READ = sa.select(*CONVERSATION_COLUMNS, _c.params_id).where(_THIS)
-_LOCK = _READ.with_for_update()
-_UPDATE = sa.update(conversations).where(_THIS)
-_COMMITTER_ALIVE = sa.select(
-    _engine_alive(
-        sa.bindparam("by_worker", type_=sa.String),
-        sa.bindparam("by_engine", type_=sa.String),
-        sa.bindparam("by_epoch", type_=sa.String),
-    )
+    .returning(*CONVERSATION_COLUMNS, _c.params_id)
 )
 _INSERT_PARAMS = sa.insert(handle_params).returning(handle_params.c.params_id)
 _REPLACE_PARAMS = sa.update(handle_params).where(
     handle_params.c.params_id == sa.bindparam("key_params_id")
 )
+_stored = _COMMIT_BY_HOLDER.cte("stored")
+_replaced = (
+    sa.update(handle_params)
+    .where(handle_params.c.params_id == _stored.c.params_id)
+    .values(
+        params=sa.bindparam("new_params", type_=sa.LargeBinary),
+        due_time_us=sa.bindparam("new_params_due_time_us", type_=sa.BigInteger),
+    )
+    .cte("replaced")
+)
+_COMMIT_BY_HOLDER_WITH_PARAMS = sa.select(_stored).add_cte(_replaced)
 _COUNT_ONE_MORE = (
     sa.update(tenants)
     .where(
@@ -150,53 +107,12 @@ _COUNT_ONE_MORE = (
 _COUNT = sa.select(tenants.c.conversations).where(tenants.c.tenant == sa.bindparam("key_tenant"))
 
 
-def _this(key: ConversationKey) -> dict[str, object]:
-    return {
-        "key_tenant": key.tenant,
-        "key_model": key.model,
-        "key_conversation_id": key.conversation_id,
-    }
-
-
-def take(
-    connection: sa.Connection, key: ConversationKey, request_id: str, now_us: int, policy: Policy
-) -> Hit | Miss:
-    """See LedgerStore.take."""
-    asked = {**_this(key), "by_request": request_id, "at_now": now_us}
-    row = connection.execute(_TAKE, asked).mappings().one_or_none()
-    if row is not None:
-        return Hit(row["take_turn"], conversation_from_row(row), row["params"])
-    asked["dead_retention"] = policy.dead_retention_us
-    row = connection.execute(_OPEN_TURN, asked).mappings().one_or_none()
-    if row is None:
-        return Miss(rules.FIRST_TURN, MissReason.FIRST_TURN, "")
-    conversation = conversation_from_row(row)
-    if rules.is_repeated_take(conversation, request_id, now_us):
-        params = connection.execute(_READ_PARAMS, _this(key)).scalar_one()
-        return Hit(conversation.take_turn, conversation, params)
-    worker_alive = (row["lease_expire_us"] or 0) > now_us
-    engine_alive = worker_alive and bool(row["same_engine"])
-    return Miss(
-        conversation.issued_turn,
-        rules.miss_reason(conversation, request_id, now_us, engine_alive=engine_alive),
-        conversation.worker_id if worker_alive else "",
-    )
-
-
 def commit(
     connection: sa.Connection, wanted: Commit, handle_id: str, now_us: int, policy: Policy
 ) -> CommitVerdict | TooManyConversations:
     """See LedgerStore.commit."""
     old, old_params_id = _lock(connection, wanted.key)
-    alive = connection.execute(
-        _COMMITTER_ALIVE,
-        {
-            "by_worker": wanted.worker_id,
-            "by_engine": wanted.engine.engine_id,
-            "by_epoch": wanted.engine.epoch,
-            "at_now": now_us,
-        },
-    ).scalar_one()
+    alive = connection.execute(_IS_COMMITTER_ALIVE, _committer(wanted, now_us)).scalar_one()
     verdict = rules.commit(old, wanted, handle_id, now_us, policy, engine_alive=alive)
     if not isinstance(verdict, rules.Stored):
         return verdict
@@ -206,16 +122,62 @@ def commit(
         releases.write(connection, [(old, old_params_id)], ReleaseCause.SUPERSEDED, now_us, policy)
     # Params of a handle that was given out are in nobody's release: reuse their row.
     reusable = old_params_id if old and old.state in rules.GIVEN_OUT else None
-    params = {
-        "params": wanted.params,
-        "due_time_us": releases.params_due_time_us(verdict.row, policy),
-    }
-    params_id = _store_params(connection, params, reusable)
+    due_time_us = releases.params_due_time_us(rules.blocks_drop_time_us(verdict.row), policy)
+    params_id = _store_params(connection, wanted.params, due_time_us, reusable)
     if old is None:
         _insert(connection, verdict.row, params_id)
     else:
         _update(connection, verdict.row, params_id=params_id)
     return verdict
+
+
+def commit_by_holder(
+    connection: sa.Connection, wanted: Commit, handle_id: str, now_us: int, policy: Policy
+) -> rules.Stored | None:
+    """The usual commit, by the turn that holds the handle; None if it is any other.
+
+    It says what `commit` would say. On PostgreSQL it is a single statement.
+    """
+    expire_time_us = now_us + rules.handle_ttl_us(wanted.engine_ttl_us, None, policy)
+    drop_time_us = now_us + wanted.engine_ttl_us
+    params_due_time_us = releases.params_due_time_us(drop_time_us, policy)
+    values = {
+        **this(wanted.key),
+        **_committer(wanted, now_us),
+        "by_request": wanted.request_id,
+        "by_turn": wanted.turn,
+        "new_turn": wanted.turn,
+        "new_handle_id": handle_id,
+        "new_worker_id": wanted.worker_id,
+        "new_engine_id": wanted.engine.engine_id,
+        "new_epoch": wanted.engine.epoch,
+        "new_num_tokens": wanted.num_tokens,
+        "new_num_blocks": wanted.num_blocks,
+        "new_commit_request_id": wanted.request_id,
+        "new_commit_time_us": now_us,
+        "new_expire_time_us": expire_time_us,
+        "new_engine_ttl_us": wanted.engine_ttl_us,
+        "new_due_time_us": expire_time_us,
+    }
+    if connection.dialect.name == "postgresql":
+        values |= {"new_params": wanted.params, "new_params_due_time_us": params_due_time_us}
+        row = connection.execute(_COMMIT_BY_HOLDER_WITH_PARAMS, values).one_or_none()
+        return rules.Stored(conversation_from_row(row), release_old=False) if row else None
+    row = connection.execute(_COMMIT_BY_HOLDER, values).one_or_none()
+    if row is None:
+        return None
+    replaced = {"params": wanted.params, "due_time_us": params_due_time_us}
+    connection.execute(_REPLACE_PARAMS, {"key_params_id": row.params_id, **replaced})
+    return rules.Stored(conversation_from_row(row), release_old=False)
+
+
+def _committer(wanted: Commit, now_us: int) -> dict[str, object]:
+    return {
+        "by_worker": wanted.worker_id,
+        "by_engine": wanted.engine.engine_id,
+        "by_epoch": wanted.engine.epoch,
+        "at_now": now_us,
+    }
 
 
 def give_back(
@@ -268,8 +230,8 @@ def extend(
 
 def get(connection: sa.Connection, key: ConversationKey) -> Conversation | None:
     """See LedgerStore.get."""
-    row = connection.execute(_READ, _this(key)).mappings().one_or_none()
-    return conversation_from_row(row) if row and row["turn"] > 0 else None
+    row = connection.execute(_READ, this(key)).one_or_none()
+    return conversation_from_row(row) if row and row.turn > 0 else None
 
 
 def page(
@@ -289,14 +251,14 @@ def page(
             ),
         )
     query = query.order_by(_c.commit_time_us.desc(), _c.model, _c.conversation_id).limit(limit)
-    return [conversation_from_row(row) for row in connection.execute(query).mappings()]
+    return [conversation_from_row(row) for row in connection.execute(query)]
 
 
 def _lock(
     connection: sa.Connection, key: ConversationKey
 ) -> tuple[Conversation | None, int | None]:
-    row = connection.execute(_LOCK, _this(key)).mappings().one_or_none()
-    return (conversation_from_row(row), row["params_id"]) if row else (None, None)
+    row = connection.execute(_LOCK, this(key)).one_or_none()
+    return (conversation_from_row(row), row.params_id) if row else (None, None)
 
 
 def _insert(connection: sa.Connection, new: Conversation, params_id: int | None) -> None:
@@ -311,17 +273,18 @@ def _insert(connection: sa.Connection, new: Conversation, params_id: int | None)
 
 
 def _update(connection: sa.Connection, new: Conversation, **more: int | None) -> None:
-    connection.execute(_UPDATE, {**_this(new.key), **conversation_to_row(new), **more})
+    connection.execute(_UPDATE, {**this(new.key), **conversation_to_row(new), **more})
 
 
 def _store_params(
-    connection: sa.Connection, params: dict[str, object], reusable_id: int | None
+    connection: sa.Connection, params: bytes, due_time_us: int, reusable_id: int | None
 ) -> int:
+    values = {"params": params, "due_time_us": due_time_us}
     if reusable_id is not None:
-        replaced = connection.execute(_REPLACE_PARAMS, {"key_params_id": reusable_id, **params})
+        replaced = connection.execute(_REPLACE_PARAMS, {"key_params_id": reusable_id, **values})
         if replaced.rowcount == 1:
             return reusable_id
-    params_id: int = connection.execute(_INSERT_PARAMS, params).scalar_one()
+    params_id: int = connection.execute(_INSERT_PARAMS, values).scalar_one()
     return params_id
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -222,7 +223,7 @@ def _remove(connection: sa.Connection, record: WorkerRecord, now_us: int, policy
         connection, sa.and_(holds, _c.state == HandleState.AVAILABLE.value), now_us, policy
     )
     _void(connection, holds, now_us, policy)
-    pairs = [(conversation_from_row(row), row["params_id"]) for row in unused]
+    pairs = [(conversation_from_row(row), row.params_id) for row in unused]
     releases.write(connection, pairs, ReleaseCause.LEASE_ENDED, now_us, policy)
     removed = replace(
         record, removed=True, lease_expire_us=now_us, revision=_next_revision(connection)
@@ -250,9 +251,9 @@ def _void(
 
 def _void_returning(
     connection: sa.Connection, which: sa.ColumnElement[bool], now_us: int, policy: Policy
-) -> Sequence[sa.RowMapping]:
+) -> Sequence[sa.Row[Any]]:
     statement = _voiding(which, now_us, policy).returning(*CONVERSATION_COLUMNS, _c.params_id)
-    return connection.execute(statement).mappings().all()
+    return connection.execute(statement).all()
 
 
 def _next_revision(connection: sa.Connection) -> int:

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from kvloop.errors import UnsupportedError
 from services.kvmeta.sql.transactions import Work, database_errors
 
 T = TypeVar("T")
@@ -34,21 +35,11 @@ async def open_postgres(url: sa.URL, *, pool_size: int) -> AsyncIterator[Postgre
     """Transactions on a PostgreSQL database.
 
     Nothing is connected yet: a database that is away is found by the first call.
+
+    Raises:
+        UnsupportedError: the driver is not installed.
     """
-    engine = create_async_engine(
-        url.set(drivername="postgresql+asyncpg"),
-        pool_size=pool_size,
-        max_overflow=0,
-        pool_timeout=_CONNECT_TIMEOUT_SECONDS,
-        connect_args={
-            "timeout": _CONNECT_TIMEOUT_SECONDS,
-            "server_settings": {
-                "application_name": "kvloop-kvmeta",
-                "lock_timeout": str(_LOCK_TIMEOUT_MS),
-                "statement_timeout": str(_STATEMENT_TIMEOUT_MS),
-            },
-        },
-    )
+    engine = _engine(url, pool_size)
     try:
         async with asyncio.TaskGroup() as tasks:
             yield PostgresTransactions(engine, tasks)
@@ -56,6 +47,28 @@ async def open_postgres(url: sa.URL, *, pool_size: int) -> AsyncIterator[Postgre
         raise errors.exceptions[0] from None  # the block's own: its tasks never fail
     finally:
         await engine.dispose()
+
+
+def _engine(url: sa.URL, pool_size: int) -> AsyncEngine:
+    try:
+        return create_async_engine(
+            url.set(drivername="postgresql+asyncpg"),
+            pool_size=pool_size,
+            max_overflow=0,
+            pool_timeout=_CONNECT_TIMEOUT_SECONDS,
+            connect_args={
+                "timeout": _CONNECT_TIMEOUT_SECONDS,
+                "server_settings": {
+                    "application_name": "kvloop-kvmeta",
+                    "lock_timeout": str(_LOCK_TIMEOUT_MS),
+                    "statement_timeout": str(_STATEMENT_TIMEOUT_MS),
+                },
+            },
+        )
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            "PostgreSQL needs its driver: install kvloop[postgres]", reason="DRIVER_MISSING"
+        ) from error
 
 
 class PostgresTransactions:
@@ -66,15 +79,26 @@ class PostgresTransactions:
         self._snapshots = engine.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
+        self._singles = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._tasks = tasks
 
     async def write(self, work: Work[T]) -> T:
         """See Transactions.write. Once begun, it runs to its end."""
-        settled = self._tasks.create_task(_settle(lambda: self._write(work)), name="transaction")
-        outcome = await asyncio.shield(settled)
-        if isinstance(outcome, _Failed):
-            raise outcome.error
-        return outcome
+
+        async def attempt() -> T:
+            async with self._engine.begin() as connection:
+                return await connection.run_sync(work)
+
+        return await self._to_the_end(attempt)
+
+    async def write_single(self, work: Work[T]) -> T:
+        """See Transactions.write_single. Once begun, it runs to its end."""
+
+        async def attempt() -> T:
+            async with self._singles.connect() as connection:
+                return await connection.run_sync(work)
+
+        return await self._to_the_end(attempt)
 
     async def read(self, work: Work[T]) -> T:
         """See Transactions.read."""
@@ -82,19 +106,12 @@ class PostgresTransactions:
             async with self._snapshots.connect() as connection:
                 return await connection.run_sync(work)
 
-    async def _write(self, work: Work[T]) -> T:
-        with database_errors():
-            for _ in range(_ATTEMPTS - 1):
-                try:
-                    return await self._attempt(work)
-                except exc.DBAPIError as error:
-                    if getattr(error.orig, "sqlstate", None) not in _LOST_A_RACE:
-                        raise
-            return await self._attempt(work)
-
-    async def _attempt(self, work: Work[T]) -> T:
-        async with self._engine.begin() as connection:
-            return await connection.run_sync(work)
+    async def _to_the_end(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        settled = self._tasks.create_task(_settle(attempt), name="transaction")
+        outcome = await asyncio.shield(settled)
+        if isinstance(outcome, _Failed):
+            raise outcome.error
+        return outcome
 
 
 class _Failed:
@@ -102,9 +119,21 @@ class _Failed:
         self.error = error
 
 
-async def _settle(run: Callable[[], Awaitable[T]]) -> T | _Failed:
+async def _settle(attempt: Callable[[], Awaitable[T]]) -> T | _Failed:
     """The outcome as a value: a failed transaction must not end its task group."""
     try:
-        return await run()
+        return await _until_won(attempt)
     except Exception as error:
         return _Failed(error)
+
+
+async def _until_won(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Repeat what was rolled back because another transaction came first."""
+    with database_errors():
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return await attempt()
+            except exc.DBAPIError as error:
+                if getattr(error.orig, "sqlstate", None) not in _LOST_A_RACE:
+                    raise
+        return await attempt()

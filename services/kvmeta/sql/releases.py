@@ -41,9 +41,9 @@ _AFTER = (
 )
 
 
-def params_due_time_us(row: Conversation, policy: Policy) -> int:
+def params_due_time_us(blocks_drop_time_us: int, policy: Policy) -> int:
     """When a handle's params may be deleted: well after any release of it."""
-    return rules.blocks_drop_time_us(row) + 2 * policy.release_retention_us
+    return blocks_drop_time_us + 2 * policy.release_retention_us
 
 
 def next_revisions(connection: sa.Connection, counter: str, count: int) -> int:

@@ -6,8 +6,6 @@ See docs/adr/0003-sqlite-writes.md for the reasons.
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -60,68 +58,76 @@ async def open_sqlite(path: Path) -> AsyncIterator[SqliteTransactions]:
     reader = _engine(path, begin="BEGIN", connections=_READERS)
     transactions = SqliteTransactions(writer, reader)
     try:
-        transactions.start()
         yield transactions
     finally:
-        await transactions.stop()
+        await transactions.finish()
         reader.dispose()
         writer.dispose()
 
 
 class SqliteTransactions:
-    """Transactions on one SQLite file; made by `open_sqlite`."""
+    """Transactions on one SQLite file; made by `open_sqlite`.
+
+    Writes that arrive while a group is being committed, or in the same round of
+    the event loop, make up the next group.
+    """
 
     def __init__(self, writer: sa.Engine, reader: sa.Engine) -> None:
         self._writer = writer
         self._reader = reader
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._write_all, name="kvmeta-sqlite-writer")
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvmeta-sqlite-reader")
+        self._writer_thread = ThreadPoolExecutor(1, "kvmeta-sqlite-writer")
+        self._reader_threads = ThreadPoolExecutor(_READERS, "kvmeta-sqlite-reader")
+        self._waiting: list[_Job] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
 
-    def start(self) -> None:
-        """Start the writer thread."""
-        self._thread.start()
-
-    async def stop(self) -> None:
-        """Finish what is waiting and end the threads."""
-        self._jobs.put(None)
-        await asyncio.to_thread(self._thread.join)
-        await asyncio.to_thread(self._readers.shutdown)
+    async def finish(self) -> None:
+        """Commit what is waiting and end the threads."""
+        await self._idle.wait()
+        await asyncio.to_thread(self._writer_thread.shutdown)
+        await asyncio.to_thread(self._reader_threads.shutdown)
 
     async def write(self, work: Work[T]) -> T:
-        """See Transactions.write. Cancelled before its turn, it is not run."""
+        """See Transactions.write. Cancelled before its group begins, it is not run."""
         answer: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(_Job(work, answer))
+        self._waiting.append(_Job(work, answer))
+        if self._idle.is_set():
+            self._idle.clear()
+            self._loop.call_soon(self._start_group)
         with database_errors():
             return await answer
+
+    async def write_single(self, work: Work[T]) -> T:
+        """See Transactions.write_single. The group has its begin and end anyway."""
+        return await self.write(work)
 
     async def read(self, work: Work[T]) -> T:
         """See Transactions.read."""
         with database_errors():
-            return await self._loop.run_in_executor(self._readers, self._read, work)
+            return await self._loop.run_in_executor(self._reader_threads, self._read, work)
 
     def _read(self, work: Work[T]) -> T:
         with self._reader.connect() as connection:
             return work(connection)
 
-    def _write_all(self) -> None:
-        while jobs := self._next_group():
-            outcomes = self._run_group(jobs)
-            self._loop.call_soon_threadsafe(_deliver, outcomes)
+    def _start_group(self) -> None:
+        jobs, self._waiting = self._waiting[:_MAX_GROUP], self._waiting[_MAX_GROUP:]
+        group = self._loop.run_in_executor(self._writer_thread, self._run_group, jobs)
+        group.add_done_callback(self._end_group)
 
-    def _next_group(self) -> list[_Job]:
-        """All that is waiting, at least one; empty once stop was asked for."""
-        job = self._jobs.get()
-        jobs: list[_Job] = []
-        while job is not None:
-            jobs.append(job)
-            if len(jobs) == _MAX_GROUP or self._jobs.empty():
-                return jobs
-            job = self._jobs.get()
-        if jobs:
-            self._jobs.put(None)  # stop after this group
-        return jobs
+    def _end_group(self, group: asyncio.Future[list[_Outcome]]) -> None:
+        for outcome in group.result():
+            if outcome.answer.done():  # its caller has gone
+                continue
+            if outcome.error is not None:
+                outcome.answer.set_exception(outcome.error)
+            else:
+                outcome.answer.set_result(outcome.value)
+        if self._waiting:
+            self._start_group()
+        else:
+            self._idle.set()
 
     def _run_group(self, jobs: list[_Job]) -> list[_Outcome]:
         wanted = [job for job in jobs if not job.answer.cancelled()]
@@ -133,16 +139,6 @@ class SqliteTransactions:
                 return [_Outcome(wanted[0].answer, error=error)]
         # One of them failed and all were rolled back: each for itself, then.
         return [outcome for job in wanted for outcome in self._run_group([job])]
-
-
-def _deliver(outcomes: list[_Outcome]) -> None:
-    for outcome in outcomes:
-        if outcome.answer.done():  # its caller has gone
-            continue
-        if outcome.error is not None:
-            outcome.answer.set_exception(outcome.error)
-        else:
-            outcome.answer.set_result(outcome.value)
 
 
 def _engine(path: Path, *, begin: str, connections: int) -> sa.Engine:

@@ -20,7 +20,7 @@ from services.kvmeta.model import (
     WorkerState,
 )
 from services.kvmeta.rules import CommitVerdict, Policy
-from services.kvmeta.sql import conversations, leases, releases, sweeping
+from services.kvmeta.sql import conversations, leases, releases, sweeping, taking
 from services.kvmeta.sql.transactions import Transactions
 from services.kvmeta.store import (
     Ended,
@@ -53,12 +53,17 @@ class SqlStore:
 
     async def take(self, key: ConversationKey, request_id: str) -> Hit | Miss:
         """See LedgerStore."""
-        return await self._write(
-            lambda c, now: conversations.take(c, key, request_id, now, self._policy)
+        return await self._write_single(
+            lambda c, now: taking.take(c, key, request_id, now, self._policy)
         )
 
     async def commit(self, commit: Commit, handle_id: str) -> CommitVerdict | TooManyConversations:
         """See LedgerStore."""
+        stored = await self._write_single(
+            lambda c, now: conversations.commit_by_holder(c, commit, handle_id, now, self._policy)
+        )
+        if stored is not None:
+            return stored
         return await self._write(
             lambda c, now: conversations.commit(c, commit, handle_id, now, self._policy)
         )
@@ -158,5 +163,10 @@ class SqlStore:
 
     async def _write(self, work: Callable[[sa.Connection, int], T]) -> T:
         return await self._transactions.write(
+            lambda connection: work(connection, self._clock.now_us())
+        )
+
+    async def _write_single(self, work: Callable[[sa.Connection, int], T]) -> T:
+        return await self._transactions.write_single(
             lambda connection: work(connection, self._clock.now_us())
         )

@@ -14,6 +14,7 @@ from services.kvmeta import rules
 from services.kvmeta.model import Conversation, HandleState, ReleaseCause
 from services.kvmeta.rules import Policy
 from services.kvmeta.sql import releases
+from services.kvmeta.sql.guards import THIS, this
 from services.kvmeta.sql.tables import (
     CONVERSATION_COLUMNS,
     conversation_from_row,
@@ -28,11 +29,6 @@ from services.kvmeta.store import Swept
 _c = conversations.c
 _BY = sa.bindparam("by_now", type_=sa.BigInteger)
 _AT_MOST = sa.bindparam("at_most", type_=sa.Integer)
-_THIS = sa.and_(
-    _c.tenant == sa.bindparam("key_tenant"),
-    _c.model == sa.bindparam("key_model"),
-    _c.conversation_id == sa.bindparam("key_conversation_id"),
-)
 _DUE = (
     sa.select(*CONVERSATION_COLUMNS, _c.params_id)
     .where(_c.due_time_us <= _BY)
@@ -40,8 +36,8 @@ _DUE = (
     .limit(_AT_MOST)
     .with_for_update(skip_locked=True)
 )
-_UPDATE = sa.update(conversations).where(_THIS)
-_DELETE = sa.delete(conversations).where(_THIS)
+_UPDATE = sa.update(conversations).where(THIS)
+_DELETE = sa.delete(conversations).where(THIS)
 _COUNT_FEWER = (
     sa.update(tenants)
     .where(tenants.c.tenant == sa.bindparam("key_tenant"))
@@ -82,7 +78,7 @@ _DELETE_PARAMS = sa.delete(handle_params).where(_p.params_id == sa.bindparam("ke
 
 def sweep(connection: sa.Connection, limit: int, now_us: int, policy: Policy) -> Swept:
     """See LedgerStore.sweep."""
-    due = connection.execute(_DUE, {"by_now": now_us, "at_most": limit}).mappings().all()
+    due = connection.execute(_DUE, {"by_now": now_us, "at_most": limit}).all()
     expired: list[tuple[Conversation, int | None]] = []
     changes: list[dict[str, object]] = []
     forgotten: list[Conversation] = []
@@ -95,14 +91,14 @@ def sweep(connection: sa.Connection, limit: int, now_us: int, policy: Policy) ->
             continue
         changes.append(
             {
-                **_this(new),
+                **this(new.key),
                 "state": new.state.value,
                 "due_time_us": new.due_time_us,
                 "revision": new.revision,
             }
         )
         if new.state is HandleState.EXPIRED:
-            expired.append((old, row["params_id"]))
+            expired.append((old, row.params_id))
         else:
             spent += 1
     if changes:
@@ -134,15 +130,7 @@ def forget_releases(connection: sa.Connection, limit: int, now_us: int) -> bool:
 def _forget(connection: sa.Connection, forgotten: list[Conversation]) -> None:
     if not forgotten:
         return
-    connection.execute(_DELETE, [_this(row) for row in forgotten])
+    connection.execute(_DELETE, [this(row.key) for row in forgotten])
     per_tenant = Counter(row.key.tenant for row in forgotten)
     for tenant, fewer in sorted(per_tenant.items()):
         connection.execute(_COUNT_FEWER, {"key_tenant": tenant, "fewer": fewer})
-
-
-def _this(row: Conversation) -> dict[str, object]:
-    return {
-        "key_tenant": row.key.tenant,
-        "key_model": row.key.model,
-        "key_conversation_id": row.key.conversation_id,
-    }

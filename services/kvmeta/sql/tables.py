@@ -8,6 +8,7 @@ state does not rewrite them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -168,31 +169,37 @@ RELEASES_COUNTER = "releases"
 REGISTRY_COUNTER = "registry"
 
 CONVERSATION_COLUMNS = tuple(c for c in conversations.c if c.name != "params_id")
+"""In the order of Conversation's fields, with its key and engine in parts."""
 
 
-def conversation_from_row(row: RowMapping) -> Conversation:
-    """A row of `conversations` as a value."""
+def conversation_from_row(row: Sequence[Any]) -> Conversation:
+    """A row that begins with CONVERSATION_COLUMNS as a value."""
+    (
+        tenant,
+        model,
+        conversation_id,
+        issued_turn,
+        ended_turn,
+        conversation_ttl_us,
+        state,
+        turn,
+        handle_id,
+        worker_id,
+        engine_id,
+        epoch,
+        *rest,
+    ) = row[: len(CONVERSATION_COLUMNS)]
     return Conversation(
-        key=ConversationKey(row["tenant"], row["model"], row["conversation_id"]),
-        issued_turn=row["issued_turn"],
-        ended_turn=row["ended_turn"],
-        conversation_ttl_us=row["conversation_ttl_us"],
-        state=HandleState(row["state"]),
-        turn=row["turn"],
-        handle_id=row["handle_id"],
-        worker_id=row["worker_id"],
-        engine=EngineRef(row["engine_id"], row["epoch"]),
-        num_tokens=row["num_tokens"],
-        num_blocks=row["num_blocks"],
-        take_request_id=row["take_request_id"],
-        take_turn=row["take_turn"],
-        commit_request_id=row["commit_request_id"],
-        commit_revision=row["commit_revision"],
-        commit_time_us=row["commit_time_us"],
-        expire_time_us=row["expire_time_us"],
-        engine_ttl_us=row["engine_ttl_us"],
-        due_time_us=row["due_time_us"],
-        revision=row["revision"],
+        ConversationKey(tenant, model, conversation_id),
+        issued_turn,
+        ended_turn,
+        conversation_ttl_us,
+        HandleState(state),
+        turn,
+        handle_id,
+        worker_id,
+        EngineRef(engine_id, epoch),
+        *rest,
     )
 
 

@@ -41,6 +41,17 @@ class Transactions(Protocol):
         """
         ...
 
+    async def write_single(self, work: Work[T]) -> T:
+        """Run `work` whose every statement is a whole change by itself.
+
+        The same as write, but a server need not be told of the transaction's
+        begin and end, which cost as much as the statement.
+
+        Raises:
+            UnavailableError: as for write.
+        """
+        ...
+
     async def read(self, work: Work[T]) -> T:
         """Run `work` on one snapshot of the database.
 
@@ -61,7 +72,8 @@ def database_errors() -> Iterator[None]:
     except (exc.DBAPIError, exc.TimeoutError, OSError) as error:
         if isinstance(error, exc.DBAPIError) and not _is_away(error):
             raise
-        _log.warning("database_unavailable", error=type(error).__name__)
+        cause = getattr(error, "orig", None) or error
+        _log.warning("database_unavailable", error=type(cause).__name__, detail=str(cause))
         raise UnavailableError(
             "the ledger's database cannot be reached", reason="DATABASE_UNAVAILABLE"
         ) from error

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import grpc
 import msgspec
 
-from kvloop.errors import ENGINE_BODY, InvalidFieldError, KvloopError
-from services.router.admission import RETRY_AFTER
+from kvloop.errors import ENGINE_BODY, RETRY_AFTER, InvalidFieldError, KvloopError
 
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,

@@ -112,14 +112,10 @@ class Pages:
             refuse_reserved(name, name)
         model = decode(members.get("model", msgspec.Raw(b"null")), _OPTIONAL_STRING, "model")
         worker_id = self._tokenizer(model)
-        deadline = self._reception.deadline(self._timeout_seconds)
+        asked = worker_pb2.TokenizeRequest(body_json=body)
         with self._pool.use(worker_id) as client:
-            await client.connect(
-                timeout_seconds=deadline.hop_timeout(self._connect_timeout_seconds)
-            )
-            found = await client.tokenize(
-                worker_pb2.TokenizeRequest(body_json=body), timeout_seconds=deadline.hop_timeout()
-            )
+            await client.connect(timeout_seconds=self._connect_timeout_seconds)
+            found = await client.tokenize(asked, timeout_seconds=self._timeout_seconds)
         return Response(found.reply_json, media_type=http.JSON)
 
     @_with_errors

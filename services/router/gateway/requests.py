@@ -54,16 +54,6 @@ class _Own:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request."""
-
-    turn: TurnRequest
-    """What to run."""
-    stream: bool
-    """Whether the client wants the answer as it is generated."""
-
-
-@dataclass(frozen=True)
 class ReadingRules:
     """How requests are read."""
 
@@ -79,7 +69,7 @@ def read_request(
     headers: Mapping[str, str],
     caller: Caller,
     rules: ReadingRules,
-) -> Asked:
+) -> TurnRequest:
     """The turn that a request asks for.
 
     Args:
@@ -109,24 +99,21 @@ def read_request(
     salt = caller.cache_salt(options.cache_salt)
     if salt != options.cache_salt:
         members["cache_salt"] = member(salt, "cache_salt")
-    return Asked(
-        TurnRequest(
-            api=api,
-            model=model,
-            body_json=encode({name: given.raw for name, given in members.items()}),
-            prompt_path=prompt_path,
-            options=options,
-            max_new_tokens_path=max_new_tokens_path(members, options),
-            prompt_tokens=prompt_tokens,
-            conversation_id=conversation_id,
-            client_request_id=own.request_id or "",
-            disable_reuse=own.disable_reuse,
-            tenant=caller.tenant,
-            history=history,
-            whole=not options.stream,
-            tell_cached_tokens=rules.tell_cached_tokens,
-        ),
-        bool(options.stream),
+    return TurnRequest(
+        api=api,
+        model=model,
+        body_json=encode({name: given.raw for name, given in members.items()}),
+        prompt_path=prompt_path,
+        options=options,
+        max_new_tokens_path=max_new_tokens_path(members, options),
+        prompt_tokens=prompt_tokens,
+        conversation_id=conversation_id,
+        client_request_id=own.request_id or "",
+        disable_reuse=own.disable_reuse,
+        tenant=caller.tenant,
+        history=history,
+        whole=not options.stream,
+        tell_cached_tokens=rules.tell_cached_tokens,
     )
 
 

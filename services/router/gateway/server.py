@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -16,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from services.common.addresses import split_host_port
+from services.common.tls import ServerTls
 from services.router.gateway.pages import Pages, http_error
 from services.router.gateway.turns import TurnEndpoint
 
@@ -54,7 +56,14 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serve(app: ASGIApp, address: str, *, grace_seconds: float) -> AsyncIterator[int]:
+async def serve(
+    app: ASGIApp,
+    address: str,
+    tasks: asyncio.TaskGroup,
+    *,
+    grace_seconds: float,
+    tls: ServerTls | None = None,
+) -> AsyncIterator[int]:
     """Serve an application while the block runs.
 
     At the end no new requests are taken, and those in flight get grace_seconds.
@@ -62,7 +71,9 @@ async def serve(app: ASGIApp, address: str, *, grace_seconds: float) -> AsyncIte
     Args:
         app: what to serve.
         address: host:port to listen on; port 0 takes a free one.
+        tasks: owns the server.
         grace_seconds: time for requests in flight at the end.
+        tls: how to encrypt; without it nothing is.
 
     Yields:
         The port.
@@ -84,18 +95,28 @@ async def serve(app: ASGIApp, address: str, *, grace_seconds: float) -> AsyncIte
             proxy_headers=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=round(grace_seconds),
+            timeout_graceful_shutdown=max(1, round(grace_seconds)),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            **(_encrypted(tls) if tls is not None else {}),
         )
     )
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(server.serve(sockets=[listener]), name="gateway")
-        try:
-            while not server.started and not serving.done():  # noqa: ASYNC110, it has no event
-                await asyncio.sleep(0.005)
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
+    port = listener.getsockname()[1]
+    serving = tasks.create_task(server.serve(sockets=[listener]), name="gateway")
+    try:
+        while not server.started and not serving.done():  # noqa: ASYNC110, it has no event
+            await asyncio.sleep(0.005)
+        yield port
+    finally:
+        server.should_exit = True
+        await asyncio.wait([serving])
+
+
+def _encrypted(tls: ServerTls) -> dict[str, Any]:
+    """Settings that make the server use a context of ours."""
+    return {
+        "ssl_certfile": str(tls.certificate),
+        "ssl_context_factory": lambda config, default: tls.ssl_context(),
+    }
 
 
 def _listen(address: str) -> socket.socket:

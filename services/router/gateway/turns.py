@@ -15,8 +15,9 @@ from kvloop.router.v1 import router_pb2
 from services.router.deadline import Deadline
 from services.router.gateway import http, sse
 from services.router.gateway.errors import to_reply
-from services.router.gateway.requests import Asked, ReadingRules, read_request
+from services.router.gateway.requests import ReadingRules, read_request
 from services.router.reception import Reception
+from services.router.request import TurnRequest
 
 _log = structlog.get_logger(__name__)
 _MAX_ECHOED_ID = 256
@@ -56,7 +57,7 @@ class TurnEndpoint:
         try:
             caller = self._reception.caller(request.headers.get("authorization"))
             body = await http.read_body(request, self._max_body_bytes)
-            asked = read_request(self._api, body, request.headers, caller, self._rules)
+            turn = read_request(self._api, body, request.headers, caller, self._rules)
         except InvalidFieldError as error:
             self._reception.refused()
             return await http.reply_error(send, to_reply(error), headers)
@@ -65,20 +66,20 @@ class TurnEndpoint:
         except ClientDisconnect:
             return
         turn_id = self._reception.new_turn_id()
-        headers |= _echo(asked.turn.client_request_id)
+        headers |= _echo(turn.client_request_id)
         headers["x-kvloop-turn-id"] = turn_id
-        await http.while_connected(receive, self._answer(asked, deadline, turn_id, headers, send))
+        await http.while_connected(receive, self._answer(turn, deadline, turn_id, headers, send))
 
     async def _answer(
         self,
-        asked: Asked,
+        turn: TurnRequest,
         deadline: Deadline,
         turn_id: str,
         headers: Mapping[str, str],
         send: Send,
     ) -> None:
-        relay = relay_stream if asked.stream else relay_whole
-        async with aclosing(self._reception.run(asked.turn, deadline, turn_id)) as events:
+        relay = relay_whole if turn.whole else relay_stream
+        async with aclosing(self._reception.run(turn, deadline, turn_id)) as events:
             await relay(events, send, headers)
 
 

@@ -147,7 +147,7 @@ async def running(
         kvmeta_port = await stack.enter_async_context(serve_kvmeta(ledger_servicer, registry))
         chosen = {
             "listen": "127.0.0.1:0",
-            "gateway_listen": "127.0.0.1:0",
+            "gateway_listen": "",
             "kvmeta": f"127.0.0.1:{kvmeta_port}",
             # Generous, so that a busy test machine does not look like an outage.
             "ledger_timeout_seconds": 5.0,

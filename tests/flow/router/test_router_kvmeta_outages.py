@@ -77,6 +77,7 @@ async def test_turns_are_answered_while_kvmeta_is_down_and_reuse_comes_back() ->
         async with serve_kvmeta(*kvmeta) as kvmeta_port:
             settings = RouterSettings(
                 listen="127.0.0.1:0",
+                gateway_listen="",
                 kvmeta=f"127.0.0.1:{kvmeta_port}",
                 ledger_timeout_seconds=5,
                 registry_retry_seconds=0.01,
@@ -102,7 +103,7 @@ async def test_turns_are_answered_while_kvmeta_is_down_and_reuse_comes_back() ->
 
 
 async def test_router_starts_without_kvmeta_and_says_that_there_are_no_workers() -> None:
-    settings = RouterSettings(listen="127.0.0.1:0", kvmeta="127.0.0.1:1")
+    settings = RouterSettings(listen="127.0.0.1:0", gateway_listen="", kvmeta="127.0.0.1:1")
     async with (
         app.build(settings) as router,
         rpc.open_channel(f"127.0.0.1:{router.port}") as channel,

@@ -14,6 +14,7 @@ import aiohttp
 from services.sim import app
 from services.sim.host import EngineHost, HostState
 from services.sim.settings import SimSettings
+from services.worker.clock import Clock
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -129,18 +130,20 @@ class EngineClient:
 
 
 @asynccontextmanager
-async def engine(**settings: Any) -> AsyncIterator[EngineClient]:
+async def engine(*, clock: Clock | None = None, **settings: Any) -> AsyncIterator[EngineClient]:
     """One engine on free ports."""
-    async with process(**settings) as clients:
+    async with process(clock=clock, **settings) as clients:
         yield clients[0]
 
 
 @asynccontextmanager
-async def process(**settings: Any) -> AsyncIterator[list[EngineClient]]:
+async def process(
+    *, clock: Clock | None = None, **settings: Any
+) -> AsyncIterator[list[EngineClient]]:
     """All engines of one process, on free ports."""
     chosen = SimSettings(**{"port": 0, "side_channel_port": 0, "answer_tokens": 0} | settings)
     async with (
-        app.build(chosen) as running,
+        app.build(chosen, clock=clock) as running,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session,
     ):
         yield [EngineClient(session, host, running) for host in running.hosts]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.flow.sim.engines import FIRST_PREFILL, EngineClient, engine, prompt
+from tests.flow.sim.jump_clock import JumpClock
 
 
 async def _turn(
@@ -77,20 +78,23 @@ async def test_two_turns_at_once_with_one_handle_differ_in_who_is_right(
     decode: EngineClient, referee: EngineClient
 ) -> None:
     tokens = prompt(500)
-    async with (
-        engine(role="prefill") as first,
-        engine(role="prefill", preset="tiny-cpu", time_scale=0.1) as second,
-    ):
-        _, answer, handle = await _turn(first, decode, tokens)
+    clock = JumpClock()
+    async with engine(role="prefill") as fast, engine(role="prefill", clock=clock) as slow:
+        _, answer, handle = await _turn(fast, decode, tokens)
         history = [*tokens, *answer, 7]
         right = await _right(referee, history, 1)
-        replies = await asyncio.gather(
-            *(
-                one.complete(history, max_tokens=1, kv_transfer_params=handle)
-                for one in (first, second)
-            )
-        )
-    assert [reply.choice["token_ids"] == right for reply in replies] == [True, False]
+        await slow.post("/sim/faults", {"kind": "slow_transfer", "seconds": 60})
+
+        async def ask(client: EngineClient) -> bool:
+            reply = await client.complete(history, max_tokens=1, kv_transfer_params=handle)
+            return bool(reply.choice["token_ids"] == right)
+
+        async with asyncio.TaskGroup() as group:
+            second = group.create_task(ask(slow))
+            await slow.until(lambda state: len(state["loading"]) == 1)
+            assert await ask(fast)
+            await clock.advance(60)
+    assert not second.result()
 
 
 async def test_stock_answers_an_edited_history_wrongly_and_says_200(
@@ -122,18 +126,22 @@ async def test_kvloop_answers_the_same_history_rightly(
 
 async def test_a_pin_falls_at_its_ttl(prefill: EngineClient, referee: EngineClient) -> None:
     tokens = prompt(500)
-    async with engine(role="decode", decoder_kv_blocks_ttl_seconds=0.3) as decode:
+    clock = JumpClock()
+    async with engine(role="decode", clock=clock) as decode:
         _, answer, handle = await _turn(prefill, decode, tokens)
         (pin,) = (await decode.state())["pins"]
         assert pin["request_id"] == handle["remote_request_id"]
-        assert 0 < pin["expires_in_seconds"] <= 0.3
-        await decode.until(lambda state: state["pins"] == [])
-        assert await decode.metric("vllm:nixl_num_kv_expired_reqs_total") == 1
+        assert pin["expires_in_seconds"] == pytest.approx(480, abs=20)
+        await clock.advance(440)
+        assert await decode.metric("vllm:kv_cache_usage_perc") > 0
+        await clock.advance(40)
         assert await decode.metric("vllm:kv_cache_usage_perc") == 0
-        history = [*tokens, *answer, 7]
-        params, second, _ = await _turn(prefill, decode, history, handle)
+        assert await decode.metric("vllm:nixl_num_kv_expired_reqs_total") == 1
+        assert (await decode.state())["pins"] == []
+        async with engine(role="prefill") as other:
+            params, second, _ = await _turn(other, decode, [*tokens, *answer, 7], handle)
     assert params["kvloop_report"]["miss_reason"] == "ENGINE_EXPIRED"
-    assert second == await _right(referee, history)
+    assert second == await _right(referee, [*tokens, *answer, 7])
 
 
 async def test_a_decode_engine_that_was_restarted_costs_a_recompute(

@@ -18,6 +18,7 @@ from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker import app as worker_app
 from services.worker.settings import WorkerSettings
 from tests.flow.sim.engines import EngineClient, engine, poll, prompt
+from tests.flow.sim.jump_clock import JumpClock
 from tests.flow.sim.ledgers import RememberingLedger, RememberingRegistry
 
 _COMMITTED = worker_pb2.COMMIT_OUTCOME_COMMITTED
@@ -303,13 +304,15 @@ async def test_without_an_event_the_turn_is_not_committed(tmp_path: Path) -> Non
 
 
 async def test_an_event_that_comes_too_late_releases_the_turn(tmp_path: Path) -> None:
-    async with _pair(tmp_path) as pair:
+    clock = JumpClock()
+    async with _pair(tmp_path, clock=clock) as pair:
         await pair.decode.engine.post(
-            "/sim/faults", {"kind": "delay_event", "seconds": 1.2, "count": 1}
+            "/sim/faults", {"kind": "delay_event", "seconds": 60, "count": 1}
         )
         _, _, summary = await pair.turn({"prompt": "hello", "max_tokens": 5})
         assert summary.commit_outcome == worker_pb2.COMMIT_OUTCOME_NO_EVENT
-        await pair.decode.engine.until(lambda state: len(state["pins"]) == 1)
+        assert len((await pair.decode.engine.state())["pins"]) == 1
+        await clock.advance(60)
         await pair.decode.engine.until(lambda state: state["pins"] == [])
 
 

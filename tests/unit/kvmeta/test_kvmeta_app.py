@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ import pytest
 
 from kvloop import rpc
 from kvloop.common.v1 import common_pb2
-from kvloop.errors import UnavailableError
+from kvloop.errors import UnavailableError, UnsupportedError
 from kvloop.kvmeta.v1 import ledger_pb2_grpc, registry_pb2, registry_pb2_grpc
 from services.kvmeta import app
 from services.kvmeta.settings import KvmetaSettings
@@ -167,6 +168,13 @@ async def test_counters_are_exposed_over_http(start) -> None:
 async def test_an_unusable_database_stops_the_start(start) -> None:
     with pytest.raises(UnavailableError):
         async with start(database_url="sqlite:////dev/null/ledger.db"):
+            pass
+
+
+async def test_a_missing_postgresql_driver_says_what_to_install(start, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "asyncpg", None)
+    with pytest.raises(UnsupportedError, match=r"kvloop\[postgres\]"):
+        async with start(database_url="postgresql://kvloop@nowhere/kvloop"):
             pass
 
 

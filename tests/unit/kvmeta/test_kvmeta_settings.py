@@ -65,6 +65,7 @@ def test_flags_and_environment_set_the_same_fields(monkeypatch) -> None:
     assert (settings.listen, settings.log_level, settings.log_json) == ("[::1]:0", "debug", True)
 
 
+@pytest.mark.timeout(120)  # a process takes its time to start on a busy machine
 def test_help_teaches_every_flag() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "services.kvmeta", "--help"],
@@ -77,6 +78,7 @@ def test_help_teaches_every_flag() -> None:
         assert f"--{name.replace('_', '-')}" in shown
 
 
+@pytest.mark.timeout(120)
 def test_a_wrong_flag_exits_with_2_and_names_it() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "services.kvmeta", "--lease-ttl-seconds", "-1"],

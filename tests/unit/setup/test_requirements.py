@@ -67,7 +67,7 @@ def _closure(requirements: list[Requirement]) -> Iterator[tuple[str, Requirement
 @pytest.mark.parametrize(
     ("extras", "files"),
     [
-        (("router", "kvmeta", "postgres", "worker"), ("kvloop.txt",)),
+        (("router", "kvmeta", "postgres", "worker", "sim"), ("kvloop.txt",)),
         (("dev",), ("kvloop.txt", "dev.txt")),
     ],
 )

@@ -26,6 +26,11 @@ def test_port_zero_stays_zero_for_all() -> None:
     assert [spec.port for spec in _flags("--engines", "2", "--port", "0").specs()] == [0, 0]
 
 
+@pytest.mark.parametrize("preset", list(Preset))
+def test_every_preset_can_be_chosen(preset: Preset) -> None:
+    assert _flags("--preset", preset).profile == PROFILES[preset]
+
+
 def test_the_preset_decides_how_many_blocks_there_are() -> None:
     settings = _flags("--preset", "qwen3-32b-h200", "--block-size", "128")
     assert settings.blocks == 163_840 // 128 + 1

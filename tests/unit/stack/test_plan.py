@@ -54,6 +54,13 @@ def test_worker_gets_every_flag_that_its_engine_needs() -> None:
     assert prefill.env["X"] == "1"
 
 
+def test_router_gets_its_gateway() -> None:
+    router = _plan(StackSettings(model="m")).router
+    listen = router.argv[router.argv.index("--gateway-listen") + 1]
+    assert router.gateway_url == f"http://{listen}"
+    assert listen != router.address
+
+
 def test_no_two_processes_share_a_port() -> None:
     plan = _plan(StackSettings(model="m", workers=make_workers(3, 3)))
     ports = [process.address for process in plan.processes]

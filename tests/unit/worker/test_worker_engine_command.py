@@ -14,6 +14,7 @@ from services.worker.engine_command import (
     Role,
     engine_command,
 )
+from services.worker.kv_layout import KvLayout
 
 
 def _command(**changes: Any) -> EngineCommand:
@@ -31,7 +32,7 @@ def _command(**changes: Any) -> EngineCommand:
         "import_root": Path("/opt/kvloop"),
         "kv_recompute_threshold": 64,
         "decoder_kv_blocks_ttl_seconds": 480,
-        "block_size": None,
+        "kv_layout": KvLayout(None, False, "test"),
         "cpu_kv_cache_gib": None,
         "cpu_threads": None,
         "extra_args": [],
@@ -103,7 +104,6 @@ def test_the_cpu_recipe() -> None:
     command = _command()
     assert _flag(command, "--dtype") == "float32"
     assert "--enforce-eager" in command.argv
-    assert _flag(command, "--block-size") == "32"
     environment = command.environment({})
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
@@ -122,9 +122,19 @@ def test_the_cuda_recipe() -> None:
     assert "UCX_TLS" not in environment
 
 
-def test_a_block_size_of_ones_own() -> None:
-    assert _flag(_command(platform="cuda", block_size=128), "--block-size") == "128"
-    assert _flag(_command(block_size=16), "--block-size") == "16"
+def test_the_chosen_block_size_reaches_vllm() -> None:
+    command = _command(platform="cuda", kv_layout=KvLayout(128, False, "test"))
+    assert _flag(command, "--block-size") == "128"
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in command.environment({})
+    assert "enable_cross_layers_blocks" not in json.dumps(_transfer_config(command))
+
+
+def test_cross_layer_blocks_come_with_the_model_runner_that_knows_them() -> None:
+    command = _command(platform="cuda", kv_layout=KvLayout(None, True, "test"))
+    extra = _transfer_config(command)["kv_connector_extra_config"]
+    assert extra["enable_cross_layers_blocks"] is True
+    assert command.environment({})["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert "--block-size" not in command.argv
 
 
 def test_the_operators_environment_wins_over_defaults_but_not_over_settings() -> None:

@@ -58,13 +58,21 @@ def test_both_shapes_of_error_bodies_are_understood(body: bytes) -> None:
 
 
 def test_an_error_event_has_the_status_it_carries() -> None:
-    error = from_event(error_body("too long", 400, param="prompt"))
+    body = error_body("too long", 400, param="prompt")
+    error = from_event(body)
     assert isinstance(error, InvalidFieldError)
     assert error.metadata == {
         "http_status": "400",
         "engine_message": "too long",
         "field": "prompt",
+        "engine_body": body.decode(),
     }
+
+
+def test_the_engines_body_is_passed_on_whole_or_not_at_all() -> None:
+    fits = error_body("x" * 10_000, 400)
+    assert from_reply(400, fits).metadata["engine_body"] == fits.decode()
+    assert "engine_body" not in from_reply(400, error_body("x" * 20_000, 400)).metadata
 
 
 @pytest.mark.parametrize("payload", [chunk("x"), b'{"error":1,"choices":[]}', b"nonsense", b"[]"])

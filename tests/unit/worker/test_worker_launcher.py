@@ -10,7 +10,12 @@ from typing import Literal
 import pytest
 
 import services
-from services.worker.launcher import choose_platform, import_root
+from services.worker.launcher import (
+    choose_platform,
+    import_root,
+    installed_vllm,
+    read_model_config,
+)
 
 
 @pytest.mark.parametrize(
@@ -53,3 +58,27 @@ def test_packages_of_another_environment_stay_off_the_engines_path(
     assert not root.exists()
     with import_root(sys.executable) as root:
         assert root == site
+
+
+def test_the_engines_interpreter_is_asked_for_its_version(tmp_path: Path) -> None:
+    engine_python = tmp_path / "python"
+    engine_python.write_text("#!/bin/sh\necho 0.25.1\n")
+    engine_python.chmod(0o755)
+    assert installed_vllm(str(engine_python)) == "0.25.1"
+
+
+def test_an_interpreter_without_vllm_has_no_version(tmp_path: Path) -> None:
+    engine_python = tmp_path / "python"
+    engine_python.write_text("#!/bin/sh\necho 'No package metadata' >&2\nexit 1\n")
+    engine_python.chmod(0o755)
+    assert installed_vllm(str(engine_python)) is None
+    assert installed_vllm(str(tmp_path / "missing")) is None
+
+
+def test_the_models_config_is_read_if_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert read_model_config(str(tmp_path)) == {"model_type": "qwen3"}
+    (tmp_path / "config.json").write_text("[")
+    assert read_model_config(str(tmp_path)) == {}
+    assert read_model_config("Qwen/Qwen3-8B") == {}
+    assert read_model_config(None) == {}

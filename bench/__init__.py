@@ -1,0 +1,1 @@
+"""Benchmarks: of the ledger (bench.ledger) and of the whole on a GPU (bench.gpu)."""

@@ -1,0 +1,112 @@
+"""What must hold on CUDA as it does on a CPU: proof, and release."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvloop.bench.turns import TurnRequest, TurnResult, TurnRunner
+
+_USAGE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_FREED_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """A second turn whose history is not what decode holds."""
+
+    name: str
+    prompt: list[int]
+    same: int
+    """Leading tokens that it shares with what decode holds."""
+
+
+async def check_proof(turns: TurnRunner, source: random.Random, name: str) -> list[Check]:
+    """Edited histories: only what is proven is pulled, and the answer is the recomputed one.
+
+    The engine must compute in float32, so that answers can be compared.
+    """
+    checks = []
+    message = _tokens(source, 200)
+    for number, at in enumerate(("whole", "answer", "history", "first")):
+        conversation = f"{name}-{at}"
+        first = _tokens(source, 1500)
+        opening = TurnRequest(conversation, first, 64, reuse=True, last=False)
+        said = list((await turns.run(opening)).token_ids)
+        edit = _edits(first, said, message)[number]
+        pulled = await turns.run(TurnRequest(conversation, edit.prompt, 32, True, True))
+        fresh = await turns.run(TurnRequest(f"{conversation}-fresh", edit.prompt, 32, False, True))
+        await turns.end(conversation)
+        checks.append(_judge(edit, pulled, fresh))
+    return checks
+
+
+async def check_release(
+    turns: TurnRunner, decode_url: str, source: random.Random, name: str, clock: Callable[[], float]
+) -> Check:
+    """A conversation that ends gives its blocks on decode up within seconds."""
+    opening = TurnRequest(name, _tokens(source, 4000), 32, reuse=True, last=False)
+    await turns.run(opening)
+    await asyncio.sleep(1.0)
+    held = await asyncio.to_thread(_kv_usage, decode_url)
+    began = clock()
+    await turns.end(name)
+    usage = held
+    while usage > 0 and clock() - began < _FREED_SECONDS:
+        await asyncio.sleep(0.05)
+        usage = await asyncio.to_thread(_kv_usage, decode_url)
+    seconds = clock() - began
+    if usage > 0:
+        # An idle engine may not report any more; another request makes it.
+        await turns.run(TurnRequest(f"{name}-nudge", _tokens(source, 20), 4, False, True))
+        usage = await asyncio.to_thread(_kv_usage, decode_url)
+    detail = f"KV usage of decode {held:.2%} -> {usage:.2%} in {seconds:.2f} s"
+    return Check("release", held > 0 and usage < held / 10, detail)
+
+
+def _edits(first: list[int], said: list[int], message: list[int]) -> list[_Edit]:
+    middle, cut = 700, 32
+    return [
+        _Edit("the history as it was", [*first, *said, *message], len(first) + len(said) - 1),
+        _Edit("the answer's middle removed", [*first, *said[:cut], *message], len(first) + cut),
+        _Edit(
+            "a token of the first message changed",
+            [*first[:middle], first[middle] + 1, *first[middle + 1 :], *said, *message],
+            middle,
+        ),
+        _Edit("another first message", [first[0] + 1, *first[1:], *said, *message], 0),
+    ]
+
+
+def _judge(edit: _Edit, pulled: TurnResult, fresh: TurnResult) -> Check:
+    block_slack = 128
+    proven = edit.same - block_slack <= pulled.pulled_tokens <= edit.same
+    equal = pulled.token_ids == fresh.token_ids
+    detail = (
+        f"{edit.same} of {len(edit.prompt)} tokens are the same, {pulled.pulled_tokens} pulled "
+        f"(miss reason {pulled.miss_reason}); answer "
+        + ("equals the recomputed one" if equal else "DIFFERS from the recomputed one")
+    )
+    return Check(edit.name, proven and equal, detail)
+
+
+def _kv_usage(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        return max((float(found) for found in _USAGE.findall(answer.read().decode())), default=0.0)
+
+
+def _tokens(source: random.Random, count: int) -> list[int]:
+    return [source.randrange(10, 4000) for _ in range(count)]

@@ -1,0 +1,149 @@
+"""How the engines of each part are started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from kvloop.stack import StackSettings, WorkerSettings
+
+Role = Literal["prefill", "decode"]
+Platform = Literal["cpu", "cuda"]
+
+_COMPILATION = {
+    "mode": 0,
+    "cudagraph_mode": "FULL",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 128, 256, 512],
+}
+"""No torch.compile: it would cost minutes at each start, and no network."""
+_COMMON = (
+    *("--max-num-batched-tokens", "8192"),
+    *("--max-num-seqs", "16"),
+    *("--generation-config", "vllm"),
+    "--no-enable-log-requests",
+    # The KV cache's size is given; this only has to be free at the start.
+    *("--gpu-memory-utilization", "0.1"),
+)
+_DUMMY = (
+    *("--max-model-len", "65536"),
+    *("--dtype", "bfloat16"),
+    *("--load-format", "dummy"),
+    *("--compilation-config", json.dumps(_COMPILATION)),
+)
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # offers /reset_prefix_cache
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "TRANSFORMERS_OFFLINE": "1",
+    "OMP_NUM_THREADS": "4",
+    "DO_NOT_TRACK": "1",
+}
+
+
+@dataclass(frozen=True)
+class EnginePair:
+    """One prefill and one decode engine on the same GPU.
+
+    Attributes:
+        name: for folders and output.
+        model: model folder.
+        engine_python: interpreter that has vLLM.
+        args: vLLM's flags.
+        prefill_args: further flags of prefill alone.
+        kv_layout: the sidecar's --kv-layout.
+        platform: build of vLLM that runs.
+        decode_delay_seconds: decode starts that much later, for models whose loading
+            takes more memory than they have in the end.
+        env: environment of the engines.
+    """
+
+    name: str
+    model: str
+    engine_python: str
+    args: tuple[str, ...]
+    kv_layout: str
+    prefill_args: tuple[str, ...] = ()
+    platform: Platform = "cuda"
+    decode_delay_seconds: float = 0.0
+    env: Mapping[str, str] = field(default_factory=lambda: dict(_ENVIRONMENT))
+
+    @property
+    def model_name(self) -> str:
+        """Served model name."""
+        return Path(self.model).name
+
+    def args_of(self, role: Role) -> list[str]:
+        """vLLM's flags for one role."""
+        return [*self.args, *(self.prefill_args if role == "prefill" else ())]
+
+    def stack_settings(self, run_dir: Path) -> StackSettings:
+        """A kvloop stack with these engines."""
+        delay = {"KVLOOP_GPU_START_DELAY_SECONDS": f"{self.decode_delay_seconds:g}"}
+        return StackSettings(
+            model=self.model,
+            workers=tuple(
+                WorkerSettings(
+                    role=role,
+                    engine_args=shlex.join(self.args_of(role)),
+                    args=(f"--platform={self.platform}", f"--kv-layout={self.kv_layout}"),
+                    env=delay if role == "decode" else {},
+                )
+                for role in ("prefill", "decode")
+            ),
+            run_dir=run_dir,
+            env=self.env,
+            engine_python=self.engine_python,
+            start_timeout_seconds=330.0,
+        )
+
+
+def engine_pairs() -> dict[str, EnginePair]:
+    """All pairs, by name."""
+    work = Path(os.environ.get("KVLOOP_GPU_DIR", ""))
+    python = str(work / "engine-python")
+
+    def pair(name: str, model: str, args: tuple[str, ...], layout: str = "auto") -> EnginePair:
+        folder = str(work / "models" / model)
+        return EnginePair(name, folder, python, (*_COMMON, *args), layout)
+
+    def kv(gib: int) -> tuple[str, str]:
+        return "--kv-cache-memory-bytes", f"{gib}G"
+
+    tiny = ("--enforce-eager", "--max-model-len", "16384", *kv(2))
+    float32 = ("--dtype", "float32", "--attention-backend", "TRITON_ATTN")
+    q8 = (*_DUMMY, *kv(12))
+    q32 = pair("q32", "q32", (*_DUMMY, "--quantization", "fp8", *kv(21)))
+    pairs = [
+        _cold(pair("tiny-float32", "tiny", (*tiny, *float32))),
+        pair("tiny-bfloat16", "tiny", (*tiny, "--dtype", "bfloat16")),
+        _cold(pair("q8", "q8", q8)),
+        _cold(pair("q8-bare", "q8", (*_DUMMY, *kv(10)), "cross-layers")),
+        _cold(pair("q8-block-128", "q8", q8, "large-blocks")),
+        _cold(pair("q8-engine-default", "q8", q8, "engine-default")),
+        replace(q32, decode_delay_seconds=40.0),
+    ]
+    return {made.name: made for made in pairs}
+
+
+def rehearsal_pairs(model: str) -> dict[str, EnginePair]:
+    """The same names on vLLM's CPU build with a tiny model: tries the scripts out."""
+    args = ("--max-model-len", "8192", "--generation-config", "vllm", "--no-enable-log-requests")
+    made = {
+        name: EnginePair(name, model, sys.executable, args, pair.kv_layout, platform="cpu")
+        for name, pair in engine_pairs().items()
+    }
+    return {
+        name: pair if name in ("tiny-bfloat16", "q32") else _cold(pair)
+        for name, pair in made.items()
+    }
+
+
+def _cold(pair: EnginePair) -> EnginePair:
+    """The pair with a prefill engine that never finds a prefix, as one of many does."""
+    return replace(pair, prefill_args=("--no-enable-prefix-caching",))

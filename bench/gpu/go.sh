@@ -1,0 +1,17 @@
+#!/bin/bash
+# go.sh OUT BUDGET_SECONDS PART...: sets up if need be, and runs parts of the proof.
+# Parts are listed by `python3 -m bench.gpu.run --help`. What pack.sh made lies in .gpu.
+set -euo pipefail
+out=$1 budget=$2
+shift 2
+cd "$(dirname "$0")/../.."
+bash bench/gpu/setup.sh .gpu
+# shellcheck source=/dev/null
+. bench/gpu/environment.sh
+nvidia-smi --query-gpu=name,driver_version,memory.used,memory.total --format=csv,noheader || true
+status=0
+python3 -m bench.gpu.run "$@" --out "$out" --runs "$KVLOOP_GPU_DIR/runs-$1" --budget "$budget" \
+  >"$out/log-$1.txt" 2>&1 || status=$?
+tail -c 11000 "$out/log-$1.txt"
+nvidia-smi --query-gpu=memory.used --format=csv,noheader || true
+exit "$status"

@@ -1,0 +1,230 @@
+"""The parts of the proof: which engines each needs, and what is run on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.gpu.checks import Check, check_proof, check_release
+from kvloop.bench.cells import cells
+from kvloop.bench.files import cell_record
+from kvloop.bench.outputs import OutputCheck, check_outputs
+from kvloop.bench.rounds import Progress, RoundPlan, Variant, run_rounds
+from kvloop.bench.samples import Run, Shape
+from kvloop.bench.stats import distribution
+from kvloop.bench.traffic import Traffic, TrafficPlan, traffic
+from kvloop.bench.transfers import HttpPrefillEngine
+from kvloop.bench.turns import TurnRunner
+
+
+@dataclass(frozen=True)
+class Ways:
+    """A running pair of engines, and how turns are taken on it."""
+
+    turns: TurnRunner
+    prefill_url: str
+    decode_url: str
+
+    def variant(self, name: str, *, reuse: bool) -> Variant:
+        """One way of holding conversations on it."""
+        return Variant(name, self.turns, reuse, HttpPrefillEngine(self.prefill_url))
+
+
+@dataclass
+class Outcome:
+    """What a part found."""
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    outputs: dict[str, list[OutputCheck]] = field(default_factory=dict)
+    traffic: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def records(self) -> dict[str, Any]:
+        """Its cells, for a file."""
+        return {
+            name: [cell_record(cell, found) for cell in found]
+            for name, found in ((name, cells(run)) for name, run in self.runs.items())
+        }
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every part needs.
+
+    Attributes:
+        ways: running engines by name; those that did not come up are missing.
+        clock: monotonic seconds.
+        stop: True once the time is up.
+        on_progress: called after each round.
+        source: of tokens and order.
+        scale: all contexts are divided by it; 1 for the real thing.
+    """
+
+    ways: Mapping[str, Ways]
+    clock: Callable[[], float]
+    stop: Callable[[], bool]
+    on_progress: Callable[[Progress], None]
+    source: random.Random
+    scale: int = 1
+
+    def shape(self, context_tokens: int, answer_tokens: int = 16, **more: int) -> Shape:
+        """The size of a conversation, scaled."""
+        return Shape(context_tokens // self.scale, answer_tokens, **more)
+
+    async def rounds(self, name: str, variants: list[Variant], plan: RoundPlan) -> Run:
+        """Run rounds under a name of their own."""
+        return await run_rounds(
+            variants,
+            plan,
+            name=f"{name}-{self.source.randrange(1 << 32):08x}",
+            source=self.source,
+            clock=self.clock,
+            stop=self.stop,
+            on_progress=self.on_progress,
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    Attributes:
+        engines: names of the engine pairs that it needs.
+        run: runs it; what it has found so far is in the outcome if it fails.
+    """
+
+    engines: tuple[str, ...]
+    run: Callable[[Bench, Outcome], Awaitable[None]]
+
+
+def on_off(ways: Ways, *, control: bool = False) -> list[Variant]:
+    """With reuse, which leads the history, without, and without once more."""
+    variants = [ways.variant("on", reuse=True), ways.variant("off", reuse=False)]
+    return [*variants, ways.variant("control", reuse=False)] if control else variants
+
+
+async def exact(bench: Bench, found: Outcome) -> None:
+    """Real random weights in float32: answers equal token by token; proof; release."""
+    ways = bench.ways["tiny-float32"]
+    plan = _quick([bench.shape(1500, 64, turns=3)], 5)
+    run = await bench.rounds("float32", on_off(ways, control=True), plan)
+    found.runs["float32"] = run
+    found.outputs["float32"] = check_outputs(run)
+    found.checks += await check_proof(ways.turns, bench.source, _fresh("proof", bench))
+    found.checks.append(
+        await check_release(
+            ways.turns, ways.decode_url, bench.source, _fresh("release", bench), bench.clock
+        )
+    )
+
+
+async def near_ties(bench: Bench, found: Outcome) -> None:
+    """The same in bfloat16: differences with reuse beside those of a second recomputation."""
+    plan = RoundPlan([bench.shape(1500, 64)], repetitions=12, warm_ups=0)
+    variants = on_off(bench.ways["tiny-bfloat16"], control=True)
+    run = await bench.rounds("bfloat16", variants, plan)
+    found.runs["bfloat16"] = run
+    found.outputs["bfloat16"] = check_outputs(run)
+
+
+async def q8(bench: Bench, found: Outcome) -> None:
+    """Qwen3-8B's shape, prefill cold, beside the bare protocol in the same rounds."""
+    variants = on_off(bench.ways["q8"])
+    if (bare := bench.ways.get("q8-bare")) is not None:
+        variants += [bare.variant("bare-on", reuse=True), bare.variant("bare-off", reuse=False)]
+    for context in (8192, 32768):
+        plan = _quick([bench.shape(context)], 6)
+        run = found.runs[f"q8-{context}"] = await bench.rounds("q8", variants, plan)
+        found.notes += _added(run)
+
+
+async def crowd(bench: Bench, found: Outcome) -> None:
+    """Eight conversations at once, alone and beside other requests."""
+    variants = on_off(bench.ways["q8"])
+    shape = bench.shape(4096, 64, turns=3, conversations=8, last_answer_tokens=64)
+    plan = _quick([shape], 3)
+    found.runs["eight"] = await bench.rounds("eight", variants, plan)
+    others = TrafficPlan(requests=4, prompt_tokens=1000, answer_tokens=128)
+    async with traffic(
+        bench.ways["q8"].turns,
+        others,
+        name=_fresh("traffic", bench),
+        source=bench.source,
+        clock=bench.clock,
+    ) as seen:
+        run = await bench.rounds("eight-traffic", variants, plan)
+    found.runs["eight-traffic"] = run
+    found.traffic["eight-traffic"] = _slowdown(seen, run)
+
+
+async def blocks(bench: Bench, found: Outcome) -> None:
+    """Blocks of 128 tokens, and the engine's own default, for comparison."""
+    for name, contexts in (("q8-block-128", (8192, 32768)), ("q8-engine-default", (8192,))):
+        if name not in bench.ways:
+            continue
+        for context in contexts:
+            plan = _quick([bench.shape(context)], 5)
+            variants = on_off(bench.ways[name])
+            found.runs[f"{name}-{context}"] = await bench.rounds(name, variants, plan)
+
+
+async def q32(bench: Bench, found: Outcome) -> None:
+    """Qwen3-32B's shape in fp8: prefill cold, then warm after a long answer."""
+    variants = on_off(bench.ways["q32"])
+    for context in (16384, 32768):
+        plan = RoundPlan([bench.shape(context)], repetitions=5)
+        found.runs[f"q32-{context}"] = await bench.rounds("q32", variants, plan)
+    shape = bench.shape(16384, 1024 // bench.scale, conversations=2)
+    plan = RoundPlan([shape], repetitions=3, warm_ups=0, cold=False, serial_last=True)
+    found.runs["q32-warm"] = await bench.rounds("q32-warm", variants, plan)
+
+
+PARTS = {
+    "exact": Part(("tiny-float32",), exact),
+    "near-ties": Part(("tiny-bfloat16",), near_ties),
+    "q8": Part(("q8", "q8-bare"), q8),
+    "crowd": Part(("q8",), crowd),
+    "blocks": Part(("q8-block-128", "q8-engine-default"), blocks),
+    "q32": Part(("q32",), q32),
+}
+
+
+def _quick(shapes: list[Shape], repetitions: int) -> RoundPlan:
+    """For a prefill engine without a prefix cache: there is nothing to reset."""
+    return RoundPlan(shapes, repetitions=repetitions, cold=False, settle_seconds=0.15)
+
+
+def _fresh(name: str, bench: Bench) -> str:
+    return f"{name}-{bench.source.randrange(1 << 32):08x}"
+
+
+def _added(run: Run) -> list[str]:
+    """What kvloop adds to the time to the first token of the bare protocol, at the median."""
+    last = {
+        cell.variant: cell.ttft.p50
+        for cell in cells(run)
+        if cell.turn == cell.shape.turns and cell.ttft is not None
+    }
+    return [
+        f"kvloop adds {(last[variant] - last[bare]) * 1e3:.1f} ms to the bare protocol's "
+        f"{last[bare] * 1e3:.1f} ms with reuse {variant}"
+        for variant, bare in (("on", "bare-on"), ("off", "bare-off"))
+        if variant in last and bare in last
+    ]
+
+
+def _slowdown(seen: Traffic, run: Run) -> dict[str, Any]:
+    """Time between chunks of the other requests while last turns ran, off and on."""
+    found: dict[str, Any] = {"answers": len(seen.answers), "failures": seen.failures}
+    for variant in ("off", "on"):
+        rounds = [r for r in run.rounds if r.variant == variant and r.turn > 1]
+        gaps = distribution(seen.gaps_during(rounds))
+        found[variant] = (
+            {"count": gaps.count, "p50": gaps.p50, "p90": gaps.p90, "p99": gaps.p99}
+            if gaps
+            else None
+        )
+    return found

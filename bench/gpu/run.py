@@ -1,0 +1,210 @@
+"""Runs parts of the proof on a GPU.
+
+    python3 -m bench.gpu.run exact q8 --out FOLDER [--budget SECONDS]
+
+All engines that the parts need start at once. A part that fails is told and the next
+one runs; what was found up to there is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tarfile
+import time
+import traceback
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+
+from bench.gpu.bare import BareTurns, bare_engines
+from bench.gpu.engines import EnginePair, engine_pairs, rehearsal_pairs
+from bench.gpu.parts import PARTS, Bench, Outcome, Ways
+from kvloop.aio import AsyncClient
+from kvloop.bench.cells import cells
+from kvloop.bench.files import sample_records
+from kvloop.bench.rounds import Progress
+from kvloop.bench.tables import output_lines, ttft_table
+from kvloop.bench.turns import KvloopTurns
+from kvloop.stack import ProcessState, ProcessStatus, Stack
+
+_REHEARSAL_SCALE = 16
+_TURN_SECONDS = 90.0
+"""A turn that takes longer has failed."""
+_REST_SECONDS = 25.0
+"""Kept back from the budget, for stopping engines and writing files."""
+
+
+class _Report:
+    """Says what happens, with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.console = Console(width=190, highlight=False, markup=False, file=sys.stdout)
+
+    def say(self, text: str) -> None:
+        self.console.print(f"[{time.monotonic() - self._began:5.0f} s] {text}", soft_wrap=True)
+
+    def process(self, pair: str, status: ProcessStatus) -> None:
+        if status.state in (ProcessState.READY, ProcessState.FAILED) and "-" in status.name:
+            self.say(f"{pair}: {status.name} {status.state.value}")
+
+    def progress(self, progress: Progress) -> None:
+        if progress.turn < progress.shape.turns or progress.variant != "on":
+            return
+        ttft = progress.ttft_seconds
+        told = "FAILED" if ttft is None else f"{ttft * 1000:.0f} ms"
+        self.say(
+            f"{progress.done}/{progress.total} {progress.shape.context_tokens} tokens "
+            f"turn {progress.turn} {progress.variant}: {told}"
+        )
+
+
+@asynccontextmanager
+async def _kvloop(pair: EnginePair, run_dir: Path, report: _Report) -> AsyncIterator[Ways]:
+    stack = Stack(
+        pair.stack_settings(run_dir), on_change=lambda status: report.process(pair.name, status)
+    )
+    async with stack, AsyncClient(stack.router_address) as client:
+        yield Ways(
+            KvloopTurns(client, pair.model_name, time.perf_counter, timeout_seconds=_TURN_SECONDS),
+            stack.engine_url("prefill-0"),
+            stack.engine_url("decode-0"),
+        )
+
+
+@asynccontextmanager
+async def _bare(pair: EnginePair, run_dir: Path) -> AsyncIterator[Ways]:
+    connections = aiohttp.TCPConnector(keepalive_timeout=2.0)
+    timeout = aiohttp.ClientTimeout(total=_TURN_SECONDS)
+    async with (
+        bare_engines(pair, run_dir) as engines,
+        aiohttp.ClientSession(connector=connections, timeout=timeout) as session,
+    ):
+        turns = BareTurns(
+            session, engines.prefill_url, engines.decode_url, pair.model_name, time.perf_counter
+        )
+        yield Ways(turns, engines.prefill_url, engines.decode_url)
+
+
+async def _start(
+    pairs: list[EnginePair], runs: Path, stack: AsyncExitStack, report: _Report
+) -> dict[str, Ways]:
+    """Start all engines at once; those that do not come up are left out."""
+
+    async def start(pair: EnginePair) -> tuple[str, Ways | Exception]:
+        run_dir = runs / pair.name
+        bare = pair.name.endswith("-bare")
+        opening = _bare(pair, run_dir) if bare else _kvloop(pair, run_dir, report)
+        try:
+            return pair.name, await stack.enter_async_context(opening)
+        except Exception as error:  # one pair that fails shall not cost the others
+            return pair.name, error
+
+    ways = {}
+    for name, started in await asyncio.gather(*map(start, pairs)):
+        if isinstance(started, Exception):
+            shown = "\n".join(getattr(started, "last_lines", ())) or ""
+            report.say(f"FAILED to start {name}: {started}\n{shown[-3000:]}")
+        else:
+            ways[name] = started
+    report.say(f"running: {', '.join(ways) or 'nothing'}")
+    return ways
+
+
+async def _run(arguments: argparse.Namespace) -> bool:
+    names, out, runs = arguments.parts, arguments.out, arguments.runs
+    report = _Report()
+    deadline = time.monotonic() + arguments.budget - _REST_SECONDS
+    known = rehearsal_pairs(arguments.rehearse) if arguments.rehearse else engine_pairs()
+    seed = time.time_ns()
+    good = True
+    try:
+        async with AsyncExitStack() as stack:
+            engines = dict.fromkeys(e for name in names for e in PARTS[name].engines)
+            bench = Bench(
+                ways=await _start([known[name] for name in engines], runs, stack, report),
+                clock=time.perf_counter,
+                stop=lambda: time.monotonic() > deadline,
+                on_progress=report.progress,
+                source=random.Random(seed),
+                scale=_REHEARSAL_SCALE if arguments.rehearse else 1,
+            )
+            for name in names:
+                good &= await _run_part(name, bench, out, report)
+    finally:
+        _keep_logs(runs, out)
+    report.say("done" if good else "done, with failures")
+    return good
+
+
+async def _run_part(name: str, bench: Bench, out: Path, report: _Report) -> bool:
+    report.say(f"== {name}: {PARTS[name].run.__doc__}")
+    found = Outcome()
+    error = ""
+    try:
+        await PARTS[name].run(bench, found)
+    except Exception:  # the next part shall run all the same
+        error = traceback.format_exc()
+        report.say(f"FAILED {name}: {error[-2000:]}")
+    _write(out / f"{name}.json", found, error)
+    for title, run in found.runs.items():
+        report.say(f"{name}: {title}")
+        last = [cell for cell in cells(run) if cell.turn > 1]
+        report.console.print(ttft_table(last))
+        if failed := next((s.error for s in run.samples if s.error), None):
+            report.say(f"a turn failed: {failed[:500]}")
+    for note in found.notes:
+        report.say(note)
+    for title, outputs in found.outputs.items():
+        report.say(f"{title}: " + "; ".join(output_lines(outputs)))
+    for check in found.checks:
+        report.say(f"{'ok    ' if check.passed else 'FAILED'} {check.name}: {check.detail}")
+    for title, seen in found.traffic.items():
+        report.say(f"{title}, other requests: {json.dumps(seen)}")
+    return not error and all(check.passed for check in found.checks)
+
+
+def _write(path: Path, found: Outcome, error: str) -> None:
+    document = {
+        "cells": found.records(),
+        "notes": found.notes,
+        "checks": [asdict(check) for check in found.checks],
+        "outputs": {name: [asdict(c) for c in checks] for name, checks in found.outputs.items()},
+        "traffic": found.traffic,
+        "samples": {name: sample_records(run) for name, run in found.runs.items()},
+        "error": error,
+    }
+    path.write_text(json.dumps(document, indent=1))
+
+
+def _keep_logs(runs: Path, out: Path) -> None:
+    with tarfile.open(out / f"logs-{runs.name}.tar.gz", "w:gz") as archive:
+        for log in sorted(runs.rglob("*.log")):
+            archive.add(log, arcname=str(log.relative_to(runs)))
+
+
+def main() -> int:
+    """Run the parts; 1 if something failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=list(PARTS))
+    parser.add_argument("--out", type=Path, required=True, help="folder for results")
+    parser.add_argument("--runs", type=Path, required=True, help="folder for logs and sockets")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds for everything")
+    parser.add_argument(
+        "--rehearse", metavar="MODEL", help="on vLLM's CPU build with this model, and scaled down"
+    )
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return 0 if asyncio.run(_run(arguments)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The bare protocol, on two simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from bench.gpu.bare import BareTurns
+from kvloop.bench.turns import TurnRequest
+from tests.flow.sim.engines import MODEL, EngineClient, engine, prompt
+
+
+@asynccontextmanager
+async def _bare() -> AsyncIterator[tuple[BareTurns, EngineClient, EngineClient]]:
+    async with (
+        engine(role="prefill") as prefill,
+        engine(role="decode") as decode,
+        aiohttp.ClientSession() as session,
+    ):
+        yield (
+            BareTurns(session, prefill.url, decode.url, MODEL, time.perf_counter),
+            prefill,
+            decode,
+        )
+
+
+async def _no_pins(decode: EngineClient) -> None:
+    await decode.until(lambda state: not state["pins"])
+
+
+async def test_the_second_turn_carries_decodes_handle_and_equals_a_recompute() -> None:
+    async with _bare() as (turns, _, decode):
+        first = prompt(300)
+        opening = await turns.run(TurnRequest("a", first, 32, reuse=True, last=False))
+        assert len(opening.token_ids) == 32
+        history = [*first, *opening.token_ids, *prompt(20, seed=1)]
+        again = await turns.run(TurnRequest("a", history, 16, reuse=True, last=True))
+        assert again.pulled_tokens == 331
+        assert len(again.gaps_seconds) > 0
+        assert again.ttft_seconds >= again.prefill_leg_seconds > 0
+        fresh = await turns.run(TurnRequest("b", history, 16, reuse=False, last=True))
+        assert fresh.pulled_tokens == 0
+        assert fresh.token_ids == again.token_ids
+        async with asyncio.timeout(10):
+            await _no_pins(decode)
+
+
+async def test_a_turn_without_reuse_leaves_nothing_retained() -> None:
+    async with _bare() as (turns, _, decode):
+        await turns.run(TurnRequest("a", prompt(300), 32, reuse=False, last=False))
+        async with asyncio.timeout(10):
+            await _no_pins(decode)
+
+
+async def test_a_conversation_that_ends_early_gives_its_handle_up() -> None:
+    async with _bare() as (turns, _, decode):
+        await turns.run(TurnRequest("a", prompt(300), 32, reuse=True, last=False))
+        assert (await decode.state())["pins"]
+        await turns.end("a")
+        async with asyncio.timeout(10):
+            await _no_pins(decode)
+        await turns.end("a")
