@@ -68,7 +68,8 @@ def _closure(requirements: list[Requirement]) -> Iterator[tuple[str, Requirement
     ("extras", "files"),
     [
         (("router", "kvmeta", "postgres", "worker", "sim"), ("kvloop.txt",)),
-        (("dev",), ("kvloop.txt", "dev.txt")),
+        # The engine brings numpy and pillow; its list is always installed along.
+        (("dev",), ("kvloop.txt", "dev.txt", "engine-cpu.txt")),
     ],
 )
 def test_lists_cover_what_the_project_asks_for(
