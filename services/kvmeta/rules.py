@@ -188,6 +188,10 @@ def commit(
         turn = commit.turn or FIRST_TURN
     else:
         if row.commit_request_id == commit.request_id:
+            if (row.worker_id, row.engine) != (commit.worker_id, commit.engine):
+                # The turn was decoded again elsewhere. Its first handle may have
+                # been given out already, so that one stays.
+                return Superseded(row.turn, ended=False)
             return Repeated(row)
         turn = commit.turn or row.issued_turn + 1
         # A turn that could not ask for its number may be older than the end:

@@ -34,6 +34,15 @@ def params_unused(error: KvloopError) -> bool:
     return engine_not_reached(error) or is_rejection(error)
 
 
+def name_prompt(error: KvloopError, prompt_path: str) -> None:
+    """Call the prompt by the caller's name for it where the engine blames its own.
+
+    vLLM says `input_tokens` or `input_text` of what the caller sent as `messages`.
+    """
+    if error.metadata.get("field", "").startswith("input_"):
+        error.metadata["field"] = prompt_path
+
+
 def worker_is_down(error: KvloopError) -> bool:
     """True if other turns should avoid the worker for a while."""
     return engine_not_reached(error) or error.reason in _LOST

@@ -62,11 +62,10 @@ def refuse_if_too_long(request: TurnRequest, prompt_tokens: int | None, limit: i
 class LengthCheck:
     """Counts the tokens of long prompts on a decode worker.
 
-    Counting costs one tokenization more, so it is done only where it can pay:
-    text rarely has fewer than 3 bytes per token, hence a body below
-    3 x context is left to the engine's own check. A prompt that slips through
-    is refused by the prefill engine, which costs one tokenization as well and
-    leaves the conversation's handle unused.
+    Counting costs one tokenization more, so it is done only where it can pay: a
+    body of fewer bytes than the context has tokens cannot be too long. Where
+    bytes_per_token is set above 1, a prompt may slip through; the prefill engine
+    refuses it then, and the conversation's handle stays unused.
     """
 
     def __init__(

@@ -141,8 +141,12 @@ def check_conversation_id(conversation_id: str, *, required: bool) -> None:
     """Check the form of a conversation id.
 
     Raises:
-        InvalidFieldError: it is too long, or empty though required.
+        InvalidFieldError: it is too long, holds a NUL, or is empty though required.
     """
+    if "\0" in conversation_id:
+        raise InvalidFieldError(
+            "conversation_id must not hold NUL characters", field="conversation_id"
+        )
     if len(conversation_id) > _MAX_ID_CHARS or (required and not conversation_id):
         raise InvalidFieldError(
             f"conversation_id must have {int(required)} to {_MAX_ID_CHARS} characters",

@@ -97,9 +97,10 @@ class RouterSettings(BaseSettings):
     """How much earlier than the caller's the deadline of a leg is, so that the
     leg's error still reaches the caller."""
 
-    length_check_bytes_per_token: float = Field(default=3.0, gt=0)
+    length_check_bytes_per_token: float = Field(default=1.0, gt=0)
     """Bodies of more bytes than this times the model's context are counted before
-    prefill. Lower finds long prompts earlier and costs tokenizations."""
+    prefill. 1 finds every prompt that is too long, as no token is shorter than a
+    byte; 3 finds most, and spares ordinary text near the limit a tokenization."""
     length_check_timeout_seconds: float = Field(default=5.0, gt=0)
     """How long that count may take before it is left to the engine."""
 

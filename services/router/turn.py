@@ -24,6 +24,7 @@ from services.router import receipt
 from services.router.cached_tokens import with_cached_tokens
 from services.router.deadline import Clock, Deadline
 from services.router.decode_leg import DecodeLeg
+from services.router.failures import name_prompt
 from services.router.handles import HandleDesk, OpenTurn
 from services.router.history import History
 from services.router.identity import conversation_key
@@ -124,6 +125,7 @@ class TurnPipeline:
                     yield self._told(turn, chunk)
             self._answered(turn)
         except KvloopError as error:
+            name_prompt(error, request.prompt_path)
             self._failed(turn, error)
             raise
         except (asyncio.CancelledError, GeneratorExit):

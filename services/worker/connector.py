@@ -227,8 +227,14 @@ class KvloopConnector(NixlConnector):
     def _finish_prefill(
         self, request: Request, finish: Callable[[], tuple[bool, dict[str, Any] | None]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        delay_free, reply = finish()
         state = self._prefills.pop(request.request_id, None) or _Prefill()
+        params = request.kv_transfer_params
+        if params.get("remote_block_ids") and not params.get("_remote_blocks_processed"):
+            # Aborted before it was scheduled: the decode engine still waits for
+            # its blocks to be read. vLLM answers a decode request in this state
+            # with a read of nothing, which frees them; take that way.
+            params["do_remote_prefill"] = True
+        delay_free, reply = finish()
         if reply is not None:
             total = request.num_prompt_tokens
             # vLLM always computes the last prompt token, to sample from it.

@@ -19,6 +19,11 @@ from kvloop.errors import (
 
 _log = structlog.get_logger(__name__)
 
+_REJECTIONS = frozenset({400, 413, 415, 422})
+"""The request is at fault. Others of the 4xx speak of the sidecar's own call: a
+missing key, a path that this engine does not have."""
+_BUSY = frozenset({429, 503})
+
 _MAX_MESSAGE = 1024
 """Characters of the engine's message that are passed on: errors travel in
 trailers, which peers bound to a few KiB."""
@@ -79,12 +84,14 @@ def _make(status: int, error: dict[str, Any], body: bytes, *, fallback: str) -> 
             reason=ModelNotFoundError.default_reason,
             **facts,
         )
-    if 400 <= status < 500 and status != 404:
+    if status in _REJECTIONS:
         if isinstance(param := error.get("param"), str):
             facts["field"] = param
         return InvalidFieldError(
             f"the engine refused the request: {message}", reason="ENGINE_REJECTED", **facts
         )
+    if status in _BUSY:
+        return UnavailableError(f"the engine is busy: {message}", reason="ENGINE_BUSY", **facts)
     return InternalError(f"the engine failed: {message}", reason="ENGINE_FAILED", **facts)
 
 

@@ -132,6 +132,7 @@ class _LoadingReport:
     def update(self) -> None:
         """Log progress, if there is any; raise if the process has ended."""
         if self._process is None:
+            self._report_waiting()
             return
         if (status := self._process.exit_status) is not None:
             raise _died(status, self._process)
@@ -145,6 +146,13 @@ class _LoadingReport:
                 percent=self._progress.percent,
                 seconds=round(now - self._started, 1),
             )
+
+    def _report_waiting(self) -> None:
+        """For an attached engine, whose log is somewhere else."""
+        now = self._clock.monotonic()
+        if now - self._logged_at > _STILL_LOADING_SECONDS:
+            self._logged_at = now
+            _log.info("waiting_for_engine", seconds=round(now - self._started, 1))
 
 
 def _died(status: int, process: StartedEngine) -> UnavailableError:

@@ -56,6 +56,18 @@ async def test_a_repeated_commit_gives_the_same_answer(store, clock) -> None:
     assert repeated.row.commit_revision == row.commit_revision
 
 
+async def test_a_turn_decoded_again_elsewhere_loses_its_second_commit(store) -> None:
+    elsewhere = EngineRef("engine-2", "epoch-1")
+    await register(store)
+    await register(store, worker("d2", engine=elsewhere))
+    row = await stored(store, commit(turn=1))
+    second = await store.commit(
+        commit(turn=1, worker_id="d2", engine=elsewhere), "another-handle-id"
+    )
+    assert second == Superseded(row.turn, ended=False)
+    assert await store.get(key()) == row
+
+
 async def test_concurrent_repeats_of_one_commit_store_one_handle(store) -> None:
     await register(store)
     verdicts = await asyncio.gather(

@@ -16,10 +16,7 @@ from kvloop import Completion
 from kvloop.errors import KvloopError
 from tests.engine.conftest import MODEL, World
 from tests.engine.engines import eventually
-from tests.engine.turns import ANSWER, chat, first_turn, generate
-
-NUM_BLOCKS = 8192
-"""KV blocks of the small model in the launcher's 1 GiB."""
+from tests.engine.turns import ANSWER, NUM_BLOCKS, chat, first_turn, generate
 
 
 async def test_streamed_token_turn_pulls_and_is_exact(world: World) -> None:

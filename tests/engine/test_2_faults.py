@@ -11,7 +11,7 @@ import pytest
 from kvloop.errors import InvalidFieldError, KvloopError, ModelNotFoundError
 from tests.engine.conftest import MODEL, World
 from tests.engine.engines import eventually
-from tests.engine.turns import ANSWER, first_turn, generate
+from tests.engine.turns import ANSWER, NUM_BLOCKS, first_turn, generate
 
 
 async def test_kvmeta_killed_and_restarted_between_turns_still_pulls(world: World) -> None:
@@ -109,6 +109,49 @@ async def test_cancelled_prefill_stops_the_prefill_engine(world: World) -> None:
         return await world.prefill.running() + await world.decode.running() == 0
 
     await eventually(idle, "both engines are idle")
+
+
+async def test_turns_cancelled_before_prefill_began_free_what_decode_retains(world: World) -> None:
+    """Their handles are taken, and the prefill engine never gets to use them."""
+    turns: list[tuple[str, list[int]]] = []
+    for _ in range(4):
+        conversation = world.conversation()
+        history = await first_turn(world, conversation, count=1500)
+        turns.append((conversation, [*history, *world.tokens(50)]))
+    held = await world.decode.kv_usage()
+    busy = [
+        asyncio.ensure_future(
+            world.client.generate(world.tokens(8_000), model=MODEL, max_tokens=1).collect()
+        )
+        for _ in range(2)
+    ]
+
+    async def working() -> bool:
+        return await world.prefill.running() >= 2
+
+    await eventually(working, "the prefill engine is busy")
+    waiting = [
+        asyncio.ensure_future(
+            world.client.generate(
+                prompt, model=MODEL, conversation_id=conversation, max_tokens=5
+            ).collect()
+        )
+        for conversation, prompt in turns
+    ]
+
+    async def queued() -> bool:
+        return await world.prefill.running() >= 4
+
+    await eventually(queued, "the turns wait behind the busy ones")
+    for turn in waiting:
+        turn.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await asyncio.gather(*busy)
+
+    async def freed() -> bool:
+        return (held - await world.decode.kv_usage()) * NUM_BLOCKS >= 4 * (1500 // 32)
+
+    await eventually(freed, "decode has freed the cancelled turns' handles", seconds=10)
 
 
 BAD_CHATS: dict[str, tuple[dict[str, Any], type[KvloopError], str]] = {

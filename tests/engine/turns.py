@@ -11,6 +11,8 @@ from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
 from tests.engine.conftest import MODEL, World
 
 ANSWER = 100
+NUM_BLOCKS = 8192
+"""KV blocks of the small model in the launcher's 1 GiB."""
 
 
 async def generate(world: World, prompt: Sequence[int], conversation: str) -> Completion:

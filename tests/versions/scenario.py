@@ -40,6 +40,7 @@ def main() -> None:
         events_of_prefill = _Events(listener)
         assert events_of_prefill.next()["engine_id"] == "engine-p"
         _second_turns(prefill, handle, [*prompt, *_answer()])
+        _aborted_before_prefill(prefill, handle, [*prompt, *_answer()])
         _not_retained(decode, events, prompt)
         _aborted(decode, events, prompt)
         _released(decode, events, handle)
@@ -127,8 +128,25 @@ def _second_turns(prefill: Any, handle: dict[str, Any], history: list[int]) -> N
         params = {key: value for key, value in handle.items() if key != "kvloop_proof"} | broken
         request = _request([*history, 7], params)
         assert prefill.get_num_new_matched_tokens(request, 0) == (0, False), broken
+        prefill.update_state_after_alloc(request, _Blocks(8), 0)
         _, reply = prefill.request_finished_all_groups(request, (list(range(8)),))
         assert reply["kvloop_report"]["miss_reason"] == "UNPROVABLE"
+
+
+def _aborted_before_prefill(prefill: Any, handle: dict[str, Any], history: list[int]) -> None:
+    """A handle whose request never ran still lets the decode engine free its blocks."""
+    from vllm.v1.request import RequestStatus
+
+    reads = prefill.connector_scheduler._reqs_need_recv
+    for asked in (False, True):
+        reads.clear()
+        request = _request([*history, 7], json.loads(json.dumps(handle)))
+        if asked:
+            prefill.get_num_new_matched_tokens(request, 0)
+        request.status = RequestStatus.FINISHED_ABORTED
+        assert prefill.request_finished_all_groups(request, ([],)) == (False, None)
+        assert request.request_id in reads, asked
+        assert not any(reads[request.request_id][1]), "it must read nothing"
 
 
 def _not_retained(decode: Any, events: _Events, prompt: list[int]) -> None:

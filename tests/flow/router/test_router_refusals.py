@@ -76,7 +76,7 @@ async def test_token_prompt_must_leave_room_for_one_token() -> None:
 
 async def test_short_text_is_not_counted() -> None:
     async with running() as stack:
-        await generate(stack, text="x" * (3 * MAX_MODEL_LEN - 100))
+        await generate(stack, text="x" * (MAX_MODEL_LEN - 100))
         assert stack["d0"].counts == []
 
 

@@ -9,6 +9,7 @@ from kvloop.errors import (
     InvalidFieldError,
     KvloopError,
     ModelNotFoundError,
+    UnavailableError,
 )
 from services.worker.engine_errors import from_event, from_reply
 from tests.unit.worker.fake_vllm import chunk, error_body
@@ -23,7 +24,9 @@ from tests.unit.worker.fake_vllm import chunk, error_body
         (404, error_body("no", 404, "NotFoundError"), ModelNotFoundError, "MODEL_NOT_FOUND"),
         (404, b'{"detail":"Not Found"}', InternalError, "ENGINE_FAILED"),
         (500, error_body("oops", 500), InternalError, "ENGINE_FAILED"),
-        (503, b"", InternalError, "ENGINE_FAILED"),
+        (503, b"", UnavailableError, "ENGINE_BUSY"),
+        (429, b"", UnavailableError, "ENGINE_BUSY"),
+        (401, error_body("no key", 401), InternalError, "ENGINE_FAILED"),
         (400, b'{"object":"error","message":"flat"}', InvalidFieldError, "ENGINE_REJECTED"),
         (400, b'{"error":"text"}', InvalidFieldError, "ENGINE_REJECTED"),
         (400, b"[1]", InvalidFieldError, "ENGINE_REJECTED"),
