@@ -166,6 +166,7 @@ def test_bad_message_is_named(messages, field) -> None:
         ({"model": ""}, "model"),
         ({"model": "x" * 257}, "model"),
         ({"conversation_id": "x" * 257}, "conversation_id"),
+        ({"conversation_id": "a\0b"}, "conversation_id"),
         ({"tools": [router_pb2.Tool()]}, "tools[0].name"),
         ({"tools": [router_pb2.Tool(name="f", parameters_json=b"[]")]}, "tools[0].parameters_json"),
         ({"tool_choice_json": b'"sometimes"'}, "tool_choice_json"),
