@@ -73,6 +73,25 @@ async def open_channel(target: str) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
+async def connected(channel: grpc.aio.Channel) -> bool:
+    """Wait until a channel is connected; False once an attempt has failed.
+
+    A call made on a connected channel may have been carried out if it fails. One
+    that was never made was not.
+    """
+    while True:
+        state = channel.get_state(try_to_connect=True)
+        if state is grpc.ChannelConnectivity.READY:
+            return True
+        # In the pause between two attempts, others may be a better choice.
+        if state in (
+            grpc.ChannelConnectivity.TRANSIENT_FAILURE,
+            grpc.ChannelConnectivity.SHUTDOWN,
+        ):
+            return False
+        await channel.wait_for_state_change(state)
+
+
 @contextmanager
 def typed_errors() -> Iterator[None]:
     """Turn gRPC errors raised inside into kvloop errors."""

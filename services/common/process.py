@@ -7,8 +7,27 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import structlog
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+def load_settings(kind: type[S]) -> S:
+    """Settings from flags and environment.
+
+    Exits with status 2 if they are wrong, after one line for each problem.
+    """
+    try:
+        return CliApp.run(kind)
+    except ValidationError as error:
+        for problem in error.errors():
+            where = "".join(f"--{str(part).replace('_', '-')}: " for part in problem["loc"])
+            sys.stderr.write(f"{where}{problem['msg']}\n")
+        sys.exit(2)
 
 
 def setup_logging(*, level: str, json: bool) -> None:

@@ -6,11 +6,9 @@ import asyncio
 import sys
 
 import structlog
-from pydantic import ValidationError
-from pydantic_settings import CliApp
 
 from kvloop.errors import KvloopError
-from services.common.process import run_until_signal, setup_logging
+from services.common.process import load_settings, run_until_signal, setup_logging
 from services.kvmeta import app
 from services.kvmeta.settings import KvmetaSettings
 
@@ -35,13 +33,7 @@ def main() -> int:
     1: the database or the address made starting pointless; the log says why.
     2: the settings are wrong.
     """
-    try:
-        settings = CliApp.run(KvmetaSettings)
-    except ValidationError as error:
-        for problem in error.errors():
-            where = "".join(f"--{str(part).replace('_', '-')}: " for part in problem["loc"])
-            sys.stderr.write(f"{where}{problem['msg']}\n")
-        return 2
+    settings = load_settings(KvmetaSettings)
     setup_logging(level=settings.log_level, json=settings.log_json)
     status = 0
     try:

@@ -12,8 +12,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc, registry_pb2, registry_pb2_grpc
-from services.common import rpc_server
-from services.kvmeta import metrics as kvmeta_metrics
+from services.common import metrics_http, rpc_server
 from services.kvmeta.bell import Bell
 from services.kvmeta.clock import Clock, HostTime
 from services.kvmeta.database import open_store
@@ -107,7 +106,7 @@ async def build(
             watch_poll_seconds=settings.watch_poll_seconds,
         )
         metrics_port = (
-            stack.enter_context(kvmeta_metrics.expose(metrics.registry, settings.metrics_listen))
+            stack.enter_context(metrics_http.expose(metrics.registry, settings.metrics_listen))
             if settings.metrics_listen is not None
             else None
         )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, Counter, start_http_server
+from prometheus_client import CollectorRegistry, Counter
 
-from services.common.addresses import split_host_port
 from services.kvmeta.model import MissReason
 from services.kvmeta.store import Swept
 
@@ -86,20 +83,3 @@ class KvmetaMetrics:
     def leases_ended(self, leases: int) -> None:
         """Count leases that ran out."""
         self._leases_ended.inc(leases)
-
-
-@contextmanager
-def expose(registry: CollectorRegistry, address: str) -> Iterator[int]:
-    """Serve the counters over HTTP while the block runs; yields the port.
-
-    Raises:
-        OSError: the address cannot be bound.
-    """
-    host, port = split_host_port(address)
-    server, thread = start_http_server(port, host, registry)
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -6,10 +6,8 @@ import asyncio
 import sys
 
 import structlog
-from pydantic import ValidationError
-from pydantic_settings import CliApp
 
-from services.common.process import run_until_signal, setup_logging
+from services.common.process import load_settings, run_until_signal, setup_logging
 from services.router import app
 from services.router.keys import BadKeysError
 from services.router.settings import RouterSettings
@@ -34,10 +32,7 @@ async def _serve(settings: RouterSettings, stop: asyncio.Event) -> None:
 
 def main() -> None:
     """Run a router until SIGTERM or SIGINT."""
-    try:
-        settings = CliApp.run(RouterSettings)
-    except ValidationError as error:
-        sys.exit(f"python -m services.router: {error}")
+    settings = load_settings(RouterSettings)
     setup_logging(level=settings.log_level, json=settings.log_json)
     failure: str | None = None
     try:

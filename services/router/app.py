@@ -16,9 +16,8 @@ from starlette.types import ASGIApp
 from kvloop import rpc
 from kvloop.common.v1 import common_pb2
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
-from services.common import rpc_server
+from services.common import metrics_http, rpc_server
 from services.common.tls import ServerFiles, ServerTls
-from services.router import metrics as router_metrics
 from services.router.admission import AdmissionLimits, TurnAdmission
 from services.router.deadline import Clock
 from services.router.decode_leg import DecodeLeg
@@ -136,7 +135,7 @@ async def build(
             ledger_timeout_seconds=ledger_timeout,
         )
         metrics_port = (
-            stack.enter_context(router_metrics.expose(metrics.registry, settings.metrics_listen))
+            stack.enter_context(metrics_http.expose(metrics.registry, settings.metrics_listen))
             if settings.metrics_listen is not None
             else None
         )

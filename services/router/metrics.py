@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from kvloop.common.v1 import common_pb2
-from services.common.addresses import split_host_port
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MISS_PREFIX = "MISS_REASON_"
@@ -144,24 +141,3 @@ class RouterMetrics:
     def first_chunk(self, ttft_seconds: float) -> None:
         """Record one time to first token."""
         self._ttft.observe(ttft_seconds)
-
-
-@contextmanager
-def expose(registry: CollectorRegistry, address: str) -> Iterator[int]:
-    """Serve the metrics over HTTP, from a thread of its own, while the block runs.
-
-    Args:
-        registry: what to serve.
-        address: host:port to listen on; port 0 takes a free one.
-
-    Yields:
-        The port.
-    """
-    host, port = split_host_port(address)
-    server, thread = start_http_server(port, addr=host, registry=registry)
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -10,7 +10,7 @@ from typing import Protocol
 import grpc
 
 from kvloop.errors import UnavailableError
-from kvloop.rpc import typed_errors
+from kvloop.rpc import connected, typed_errors
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.router.failures import WORKER_LOST, WORKER_UNREACHABLE
 
@@ -112,17 +112,8 @@ class GrpcWorkerClient:
             return await self._stub.Tokenize(request, timeout=timeout_seconds)
 
     async def _ready(self) -> None:
-        while True:
-            state = self._channel.get_state(try_to_connect=True)
-            if state is grpc.ChannelConnectivity.READY:
-                return
-            # In the pause between two attempts others are a better choice.
-            if state in (
-                grpc.ChannelConnectivity.TRANSIENT_FAILURE,
-                grpc.ChannelConnectivity.SHUTDOWN,
-            ):
-                raise self._unreachable()
-            await self._channel.wait_for_state_change(state)
+        if not await connected(self._channel):
+            raise self._unreachable()
 
     def _unreachable(self) -> UnavailableError:
         return UnavailableError(

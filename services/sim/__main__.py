@@ -7,10 +7,8 @@ import sys
 
 import structlog
 import uvloop
-from pydantic import ValidationError
-from pydantic_settings import CliApp
 
-from services.common.process import run_until_signal, setup_logging
+from services.common.process import load_settings, run_until_signal, setup_logging
 from services.sim import app
 from services.sim.race import race
 from services.sim.settings import SimSettings
@@ -41,13 +39,7 @@ def main() -> int:
     1: a port is taken, or all engines have ended as a fault demanded. 2: the
     settings are wrong.
     """
-    try:
-        settings = CliApp.run(SimSettings)
-    except ValidationError as error:
-        for problem in error.errors():
-            where = "".join(f"--{str(part).replace('_', '-')}: " for part in problem["loc"])
-            sys.stderr.write(f"{where}{problem['msg']}\n")
-        return 2
+    settings = load_settings(SimSettings)
     setup_logging(level=settings.log_level, json=settings.log_json)
     status = 0
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from kvloop import rpc
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
-from services.common import rpc_server
+from services.common import metrics_http, rpc_server
 from services.common.addresses import join_host_port, split_host_port
-from services.worker import events, metrics
+from services.worker import events
 from services.worker.admission import Admission
 from services.worker.clock import Clock, SystemClock
 from services.worker.commits import CommitLimits, TurnCommitter
@@ -84,7 +84,7 @@ async def build(
     _require_free(settings.listen)
     async with AsyncExitStack() as stack:
         if settings.metrics_listen is not None:
-            stack.enter_context(metrics.expose(counters, settings.metrics_listen))
+            stack.enter_context(metrics_http.expose(counters.registry, settings.metrics_listen))
         hub = EventHub(clock, counters)
         await stack.enter_async_context(events.listen(settings.events_socket, hub, counters))
 

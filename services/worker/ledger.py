@@ -105,16 +105,8 @@ class GrpcLedger:
         """
         try:
             async with asyncio.timeout(timeout_seconds):
-                while True:
-                    state = self._channel.get_state(try_to_connect=True)
-                    if state is grpc.ChannelConnectivity.READY:
-                        return
-                    if state in (
-                        grpc.ChannelConnectivity.TRANSIENT_FAILURE,
-                        grpc.ChannelConnectivity.SHUTDOWN,
-                    ):
-                        break
-                    await self._channel.wait_for_state_change(state)
+                if await rpc.connected(self._channel):
+                    return
         except TimeoutError:
             pass
         raise UnavailableError(

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
-
-from services.common.addresses import split_host_port
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class WorkerMetrics:
@@ -64,24 +59,3 @@ class WorkerMetrics:
             "Lines from the engine's connector that could not be understood.",
             registry=self.registry,
         )
-
-
-@contextmanager
-def expose(metrics: WorkerMetrics, address: str) -> Iterator[int]:
-    """Serve the metrics over HTTP, from a thread of its own, while the block runs.
-
-    Args:
-        metrics: what to serve.
-        address: host:port to listen on; port 0 takes a free one.
-
-    Yields:
-        The port.
-    """
-    host, port = split_host_port(address)
-    server, thread = start_http_server(port, addr=host, registry=metrics.registry)
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
