@@ -48,7 +48,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class EnginePair:
-    """One prefill and one decode engine on the same GPU.
+    """One prefill and one decode engine.
 
     Attributes:
         name: for folders and output.
@@ -61,6 +61,7 @@ class EnginePair:
         decode_delay_seconds: decode starts that much later, for models whose loading
             takes more memory than they have in the end.
         env: environment of the engines.
+        gpus: ids of the GPUs to spread the two over; empty for one GPU.
     """
 
     name: str
@@ -72,6 +73,7 @@ class EnginePair:
     platform: Platform = "cuda"
     decode_delay_seconds: float = 0.0
     env: Mapping[str, str] = field(default_factory=lambda: dict(_ENVIRONMENT))
+    gpus: tuple[str, ...] = ()
 
     @property
     def model_name(self) -> str:
@@ -99,6 +101,7 @@ class EnginePair:
             run_dir=run_dir,
             env=self.env,
             engine_python=self.engine_python,
+            gpus=self.gpus,
             start_timeout_seconds=330.0,
         )
 
@@ -127,6 +130,7 @@ def engine_pairs() -> dict[str, EnginePair]:
         _cold(pair("q8-block-128", "q8", q8, "large-blocks")),
         _cold(pair("q8-engine-default", "q8", q8, "engine-default")),
         replace(q32, decode_delay_seconds=40.0),
+        replace(pair("q32-two-gpus", "q32", (*_DUMMY, *kv(40))), gpus=("0", "1")),
     ]
     return {made.name: made for made in pairs}
 

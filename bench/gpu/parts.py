@@ -182,6 +182,17 @@ async def q32(bench: Bench, found: Outcome) -> None:
     found.runs["q32-warm"] = await bench.rounds("q32-warm", variants, plan)
 
 
+async def two_gpus(bench: Bench, found: Outcome) -> None:
+    """Qwen3-32B's shape in bf16, prefill and decode each on a GPU of its own."""
+    variants = on_off(bench.ways["q32-two-gpus"])
+    for context in (24576, 40960):
+        plan = RoundPlan([bench.shape(context)], repetitions=5)
+        found.runs[f"two-gpus-{context}"] = await bench.rounds("two-gpus", variants, plan)
+    shape = bench.shape(24576, 1024 // bench.scale, conversations=2)
+    plan = RoundPlan([shape], repetitions=3, warm_ups=0, cold=False, serial_last=True)
+    found.runs["two-gpus-warm"] = await bench.rounds("two-gpus-warm", variants, plan)
+
+
 PARTS = {
     "exact": Part(("tiny-float32",), exact),
     "near-ties": Part(("tiny-bfloat16",), near_ties),
@@ -189,6 +200,7 @@ PARTS = {
     "crowd": Part(("q8",), crowd),
     "blocks": Part(("q8-block-128", "q8-engine-default"), blocks),
     "q32": Part(("q32",), q32),
+    "two-gpus": Part(("q32-two-gpus",), two_gpus),
 }
 
 
