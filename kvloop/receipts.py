@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-
 from kvloop.common.v1 import common_pb2
+from kvloop.durations import to_seconds
 from kvloop.router.v1 import router_pb2
 
 
@@ -25,11 +24,6 @@ def miss_reason_name(number: int) -> str | None:
     if number == common_pb2.MISS_REASON_UNSPECIFIED:
         return None
     return enum_name(common_pb2.MissReason.Name, number, "MISS_REASON_")
-
-
-def seconds(duration: Duration) -> float:
-    """A protobuf duration in seconds."""
-    return duration.seconds + duration.nanos / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +106,12 @@ def parse_receipt(receipt: router_pb2.Receipt) -> Receipt:
         pulled_tokens=prefill.pulled_tokens,
         cached_tokens=prefill.cached_tokens,
         recomputed_tokens=prefill.recomputed_tokens,
-        ttft_seconds=seconds(receipt.ttft),
-        prefill_leg_seconds=seconds(receipt.prefill_leg),
-        decode_leg_seconds=seconds(receipt.decode_leg),
+        ttft_seconds=to_seconds(receipt.ttft),
+        prefill_leg_seconds=to_seconds(receipt.prefill_leg),
+        decode_leg_seconds=to_seconds(receipt.decode_leg),
         retain_outcome=enum_name(
             router_pb2.RetainOutcome.Name, receipt.retain_outcome, "RETAIN_OUTCOME_"
         ),
         retained_tokens=receipt.retained_tokens,
-        retained_ttl_seconds=seconds(receipt.retained_ttl),
+        retained_ttl_seconds=to_seconds(receipt.retained_ttl),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvloop.common.v1 import common_pb2
-from kvloop.receipts import enum_name, miss_reason_name, seconds
+from kvloop.durations import to_seconds
+from kvloop.receipts import enum_name, miss_reason_name
 from kvloop.router.v1 import router_pb2
 
 
@@ -109,5 +110,5 @@ def parse_route(response: router_pb2.ExplainRouteResponse) -> Route:
         handle_available=response.handle_available,
         miss_reason=miss_reason_name(response.miss_reason),
         retained_tokens=response.retained_tokens,
-        remaining_ttl_seconds=seconds(response.remaining_ttl),
+        remaining_ttl_seconds=to_seconds(response.remaining_ttl),
     )

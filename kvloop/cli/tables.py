@@ -16,9 +16,10 @@ from rich.table import Table
 
 from kvloop.cli import options
 from kvloop.common.v1 import common_pb2
+from kvloop.durations import to_seconds
 from kvloop.inventory import DEFAULT_KVMETA, list_conversations, list_workers
 from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
-from kvloop.receipts import enum_name, seconds
+from kvloop.receipts import enum_name
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line, in full.")]
 OfModel = Annotated[str, typer.Option("--model", help="Keep one model's only.")]
@@ -55,7 +56,7 @@ def conversations(
                 conversation.worker_id,
                 f"{conversation.num_tokens:,}",
                 f"{conversation.num_blocks:,}",
-                f"{seconds(conversation.remaining_ttl):.0f} s",
+                f"{to_seconds(conversation.remaining_ttl):.0f} s",
             ]
             for conversation in found
         ],

@@ -13,6 +13,10 @@ import structlog
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp
 
+from kvloop.errors import KvloopError
+
+_log = structlog.get_logger(__name__)
+
 S = TypeVar("S", bound=BaseSettings)
 
 
@@ -49,6 +53,22 @@ def setup_logging(*, level: str, json: bool) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def run_service(name: str, serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+    """Run `serve(stop)` until SIGTERM or SIGINT; the exit status.
+
+    1 if it failed for a reason outside of the process, logged as `<name>_failed`.
+    """
+    status = 0
+    try:
+        asyncio.run(run_until_signal(serve))
+    except* (KvloopError, OSError) as failures:
+        for failure in failures.exceptions:
+            reason = getattr(failure, "reason", type(failure).__name__)
+            _log.error(f"{name}_failed", reason=reason, error=str(failure))
+        status = 1
+    return status
 
 
 async def run_until_signal(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:

@@ -7,8 +7,7 @@ import sys
 
 import structlog
 
-from kvloop.errors import KvloopError
-from services.common.process import load_settings, run_until_signal, setup_logging
+from services.common.process import load_settings, run_service, setup_logging
 from services.kvmeta import app
 from services.kvmeta.settings import KvmetaSettings
 
@@ -35,15 +34,7 @@ def main() -> int:
     """
     settings = load_settings(KvmetaSettings)
     setup_logging(level=settings.log_level, json=settings.log_json)
-    status = 0
-    try:
-        asyncio.run(run_until_signal(lambda stop: _serve(settings, stop)))
-    except* (KvloopError, OSError) as failures:
-        for failure in failures.exceptions:
-            reason = getattr(failure, "reason", type(failure).__name__)
-            _log.error("kvmeta_failed", reason=reason, error=str(failure))
-        status = 1
-    return status
+    return run_service("kvmeta", lambda stop: _serve(settings, stop))
 
 
 if __name__ == "__main__":

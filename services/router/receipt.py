@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from google.protobuf import duration_pb2
-
 from kvloop.common.v1 import common_pb2
+from kvloop.durations import to_duration
 from kvloop.router.v1 import router_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.router.turn_state import Turn
@@ -60,18 +59,12 @@ def _receipt(turn: Turn, summary: worker_pb2.DecodeSummary) -> router_pb2.Receip
         handle_hit=turn.handle_hit,
         miss_reason=miss_reason(turn),
         prefill=turn.report,
-        ttft=_duration(ttft_seconds(turn)),
-        prefill_leg=_duration(turn.prefill_seconds),
-        decode_leg=_duration(decode_leg_seconds(turn)),
+        ttft=to_duration(max(ttft_seconds(turn), 0.0)),
+        prefill_leg=to_duration(max(turn.prefill_seconds, 0.0)),
+        decode_leg=to_duration(max(decode_leg_seconds(turn), 0.0)),
         retain_outcome=_RETAIN_OUTCOMES.get(
             summary.commit_outcome, router_pb2.RETAIN_OUTCOME_UNSPECIFIED
         ),
         retained_tokens=summary.retained_tokens,
         retained_ttl=summary.granted_ttl if summary.HasField("granted_ttl") else None,
     )
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    made = duration_pb2.Duration()
-    made.FromNanoseconds(round(max(seconds, 0.0) * 1e9))
-    return made

@@ -268,16 +268,16 @@ class KvloopConnector(NixlConnector):
         if handle is not None and turn_id is not None:
             self._add_proof(request, handle)
         if turn_id is not None and self._events is not None:
-            retained = handle is not None and delay_free
+            kept = handle if delay_free else None
             self._events.send(
                 {
                     "type": "finished",
                     "turn_id": turn_id,
-                    "retained": retained,
-                    "num_tokens": handle["remote_num_tokens"] if retained and handle else 0,
-                    "num_blocks": _count(handle["remote_block_ids"]) if retained and handle else 0,
+                    "retained": kept is not None,
+                    "num_tokens": kept["remote_num_tokens"] if kept else 0,
+                    "num_blocks": _count(kept["remote_block_ids"]) if kept else 0,
                     "ttl_seconds": engine_traits.ttl_seconds(self.connector_scheduler),
-                    "params": handle if retained else None,
+                    "params": kept,
                 }
             )
         return delay_free, handle

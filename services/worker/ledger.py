@@ -10,9 +10,9 @@ import grpc
 
 from kvloop import rpc
 from kvloop.common.v1 import common_pb2
+from kvloop.durations import to_duration, to_seconds
 from kvloop.errors import UnavailableError
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
-from services.worker.durations import to_duration, to_seconds
 from services.worker.event_messages import EngineRef
 
 

@@ -9,9 +9,9 @@ from typing import Protocol
 import grpc
 
 from kvloop import rpc
+from kvloop.durations import to_duration, to_seconds
 from kvloop.errors import UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2, registry_pb2_grpc
-from services.worker.durations import to_duration, to_seconds
 
 _CALL_SECONDS = 5.0
 

@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 
 from kvloop.common.v1 import common_pb2
+from kvloop.durations import to_duration
 from kvloop.errors import InvalidFieldError, PreconditionError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common.history_digest import DIGEST_BYTES
 from services.worker.admission import Admission
 from services.worker.decode import DecodeLeg, DecodeOrder, DecodeSummary
-from services.worker.durations import to_duration
 from services.worker.engine import Api, Engine, EngineModel
 from services.worker.engine_command import Role
 from services.worker.event_hub import EventHub

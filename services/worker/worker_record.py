@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvloop.common.v1 import common_pb2
+from kvloop.durations import to_duration
 from kvloop.errors import PreconditionError
 from kvloop.kvmeta.v1 import registry_pb2
 from services.common.addresses import is_loopback, split_host_port
-from services.worker.durations import to_duration
 from services.worker.engine_command import Role
 from services.worker.event_messages import Hello
 

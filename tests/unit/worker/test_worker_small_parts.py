@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from kvloop.durations import to_duration, to_seconds
 from kvloop.errors import UnavailableError
 from services.worker.admission import Admission
 from services.worker.backoff import Backoff
-from services.worker.durations import to_duration, to_seconds
 from services.worker.metrics import WorkerMetrics
 from services.worker.tasks import background_tasks
 
