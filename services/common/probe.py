@@ -1,0 +1,48 @@
+"""Says by its exit status whether a gRPC server is ready: for container health checks.
+
+    python -m services.common.probe HOST:PORT [--timeout-seconds 2]
+
+0: it answers SERVING. 1: it does not, and why is on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvloop import rpc
+
+
+async def obstacle(target: str, timeout_seconds: float) -> str | None:
+    """Why the server at host:port is not ready; None if it is."""
+    async with rpc.open_channel(target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(
+                health_pb2.HealthCheckRequest(), timeout=timeout_seconds, wait_for_ready=True
+            )
+        except grpc.RpcError as error:
+            return f"{target} does not answer: {error.code().name}"
+    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        return None
+    return f"{target} is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Probe once; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m services.common.probe", description=__doc__)
+    parser.add_argument("target", metavar="HOST:PORT")
+    parser.add_argument("--timeout-seconds", type=float, default=2.0)
+    options = parser.parse_args(arguments)
+    found = asyncio.run(obstacle(options.target, options.timeout_seconds))
+    if found is not None:
+        sys.stderr.write(f"{found}\n")
+    return 0 if found is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
