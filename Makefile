@@ -13,6 +13,8 @@ PYTHON ?= python3
 MODEL ?= .models/tiny
 # Build of vLLM: cuda with an NVIDIA GPU, otherwise cpu.
 ENGINE ?= $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
+# Stacks of docker-compose.yml that `make test-compose` runs: sim, cpu or both.
+PROFILES ?= sim
 # Further arguments: `make test ARGS='-k ledger'`, `make up ARGS='--prefill 2'`.
 ARGS ?=
 
@@ -26,7 +28,7 @@ PROTOS := $(shell find protos -name '*.proto')
 # protoc finds its plugins, and child processes find this Python, on the path.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo up test test-versions test-fast lint protos setup clean
+.PHONY: help demo up test test-compose test-versions test-fast lint protos setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -39,8 +41,13 @@ demo: setup ## one conversation with reuse off and on, in a table (about 2 minut
 up: setup ## a whole stack on this machine, until Ctrl-C
 	kvloop up --model '$(MODEL)' $(ARGS)
 
+# Random cases of the gateway's fuzz tests; 10,000 take about 30 s.
+test: export KVLOOP_FUZZ_CASES ?= 10000
 test: setup ## all tests, those on real engines included
 	python -m pytest $(ARGS)
+
+test-compose: setup ## images, stacks of containers, kills and restarts (sim: 7 minutes)
+	KVLOOP_COMPOSE_PROFILES='$(PROFILES)' python -m pytest tests/compose -o log_cli=true $(ARGS)
 
 test-versions: setup ## the connector against the sources of other vLLM versions
 	KVLOOP_VLLM_SOURCES=$$(.ci/vllm-sources) python -m pytest tests/versions $(ARGS)

@@ -14,6 +14,7 @@ from kvloop.messages import Message, ToolCall
 from kvloop.receipts import Receipt, Usage
 from kvloop.requests import Sampling
 from kvloop.routes import Candidate, EndedConversation, ModelInfo, Route
+from kvloop.tls import ClientTls, ClientTlsFiles
 
 __all__ = [
     "Answer",
@@ -23,6 +24,8 @@ __all__ = [
     "Choice",
     "Chunk",
     "Client",
+    "ClientTls",
+    "ClientTlsFiles",
     "Completion",
     "EndedConversation",
     "KvloopError",

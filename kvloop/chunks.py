@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import msgspec
 
 from kvloop.errors import InternalError
-from kvloop.router.v1 import router_pb2
 
 
 class FunctionDelta(msgspec.Struct, frozen=True):
@@ -89,21 +88,21 @@ class Chunk:
         return ""
 
 
-def parse_chunk(chunk: router_pb2.Chunk) -> Chunk:
-    """Read one chunk.
+def parse_chunk(chunk: bytes) -> Chunk:
+    """Read the JSON of one chunk.
 
     Raises:
         InternalError: it is not an OpenAI stream chunk.
     """
     try:
-        body = _decode(chunk.json)
+        body = _decode(chunk)
     except msgspec.DecodeError as error:
         raise InternalError(f"the engine's chunk cannot be read: {error}") from error
     ids = body.prompt_token_ids
     for choice in body.choices:
         ids = ids or choice.prompt_token_ids
     return Chunk(
-        json=chunk.json,
+        json=chunk,
         choices=tuple(body.choices),
         prompt_token_ids=tuple(ids) if ids is not None else None,
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
-
-import grpc
 
 from kvloop import rpc
 from kvloop.chunks import Chunk
@@ -16,6 +15,7 @@ from kvloop.messages import Message
 from kvloop.requests import Sampling, chat_request, generate_request
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from kvloop.routes import EndedConversation, ModelInfo, Route, parse_models, parse_route
+from kvloop.tls import TlsSource
 
 DEFAULT_ROUTER = "127.0.0.1:7100"
 UNARY_TIMEOUT_SECONDS = 10.0
@@ -54,17 +54,20 @@ class Answer(Iterator[Chunk]):
     def __init__(self, call: _Call) -> None:
         self._call = call
         self._assembler = Assembler()
+        self._ready: deque[Chunk] = deque()
         self._closed = False
 
     def __next__(self) -> Chunk:
+        if self._ready:
+            return self._ready.popleft()
         if self._closed or self._assembler.completion is not None:
             raise StopIteration
         try:
             with rpc.typed_errors():
                 for event in self._call:
-                    chunk = self._assembler.add(event)
-                    if chunk is not None:
-                        return chunk
+                    self._ready.extend(self._assembler.add(event))
+                    if self._ready:
+                        return self._ready.popleft()
         except BaseException:  # Ctrl-C included: leave no engine working for nobody
             self.close()
             raise
@@ -87,6 +90,7 @@ class Answer(Iterator[Chunk]):
     def close(self) -> None:
         """Stop the call. Harmless when it has ended."""
         self._closed = True
+        self._ready.clear()
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -119,7 +123,8 @@ class Client:
     Args:
         router: host:port of any router.
         api_key: key that names the tenant; by default $KVLOOP_API_KEY.
-        tls: how to speak TLS; without it the connection is not encrypted.
+        tls: how to speak TLS, a `ClientTls` or `ClientTlsFiles`; without it the
+            connection is not encrypted.
     """
 
     def __init__(
@@ -127,13 +132,9 @@ class Client:
         router: str = DEFAULT_ROUTER,
         *,
         api_key: str | None = None,
-        tls: rpc.ClientTls | None = None,
+        tls: TlsSource | None = None,
     ) -> None:
-        self._channel = (
-            grpc.insecure_channel(router, options=rpc.OPTIONS)
-            if tls is None
-            else grpc.secure_channel(router, tls.credentials(), options=rpc.OPTIONS)
-        )
+        self._channel = rpc.make_channel(router, tls)
         self._metadata = rpc.bearer(key_from_environment() if api_key is None else api_key)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
 

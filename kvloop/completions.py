@@ -138,19 +138,26 @@ class Assembler:
         self.completion: Completion | None = None
         """The whole answer, once its last event was added."""
 
-    def add(self, response: router_pb2.ChatResponse | router_pb2.GenerateResponse) -> Chunk | None:
+    def add(self, response: router_pb2.ChatResponse | router_pb2.GenerateResponse) -> list[Chunk]:
         """Take one event of the stream.
 
         Returns:
-            The chunk; None if the event was the last one.
+            Its chunks; none if the event was the last one.
 
         Raises:
-            InternalError: the chunk cannot be read.
+            InternalError: a chunk cannot be read.
         """
-        if response.WhichOneof("event") == "result":
-            self.completion = self._finish(response.result)
-            return None
-        chunk = parse_chunk(response.chunk)
+        match response.WhichOneof("event"):
+            case "result":
+                self.completion = self._finish(response.result)
+                return []
+            case "batch":
+                return [self._add(chunk) for chunk in response.batch.chunks_json]
+            case _:
+                return [self._add(response.chunk.json)]
+
+    def _add(self, json: bytes) -> Chunk:
+        chunk = parse_chunk(json)
         if chunk.prompt_token_ids is not None:
             self._prompt_token_ids = chunk.prompt_token_ids
         for choice in chunk.choices:

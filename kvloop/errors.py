@@ -8,9 +8,11 @@
     ├── PreconditionError       the state of things does not allow it
     ├── LimitError              a configured limit is reached
     ├── UnavailableError        cannot be reached now; retrying may help
+    │   └── TlsError
     ├── DeadlineError           the deadline passed
     ├── UnsupportedError        this deployment cannot do it
     ├── UnauthenticatedError    the credential is missing or not valid
+    ├── PermissionDeniedError   known, and not allowed to do it
     └── InternalError           a defect in kvloop or in the engine
 
 Servers raise these anywhere below the gRPC edge; one interceptor turns them
@@ -26,6 +28,8 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
+
+from kvloop.tls_trouble import tls_trouble
 
 DOMAIN = "kvloop"
 
@@ -125,6 +129,15 @@ class UnavailableError(KvloopError):
     default_reason = "UNAVAILABLE"
 
 
+class TlsError(UnavailableError):
+    """No connection came about, as the two ends do not agree on TLS.
+
+    Never sent: each end finds it out for itself.
+    """
+
+    default_reason = "TLS_REFUSED"
+
+
 class DeadlineError(KvloopError):
     """The deadline passed before there was an answer."""
 
@@ -153,6 +166,13 @@ class UnauthenticatedError(KvloopError):
     default_reason = "UNAUTHENTICATED"
 
 
+class PermissionDeniedError(KvloopError):
+    """The caller is known, and is not allowed to do it."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    default_reason = "PERMISSION_DENIED"
+
+
 class InternalError(KvloopError):
     """A defect, in kvloop or in the engine."""
 
@@ -174,6 +194,7 @@ _BY_CODE: dict[grpc.StatusCode, type[KvloopError]] = {
         CancelledByPeerError,
         UnsupportedError,
         UnauthenticatedError,
+        PermissionDeniedError,
         InternalError,
     )
 }
@@ -223,6 +244,10 @@ def from_rpc_error(error: grpc.RpcError) -> KvloopError:
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN:
             reason, metadata = info.reason, dict(info.metadata)
+    if reason is None and code is grpc.StatusCode.UNAVAILABLE:
+        trouble = tls_trouble(message)
+        if trouble is not None:
+            return TlsError(trouble[1], reason=trouble[0])
     cls = _BY_REASON.get(reason or "") or _BY_CODE.get(code, KvloopError)
     made = cls(message, reason=reason)
     made.metadata = metadata

@@ -65,6 +65,11 @@ class Receipt:
         retain_outcome: what became of this turn's own KV, such as "RETAINED".
         retained_tokens: tokens kept on decode for the next turn.
         retained_ttl_seconds: how long the next turn can have them.
+        pull_seconds: how long the pull took; None if nothing was pulled.
+        expected_pull_seconds: what pulling all that was proven and not cached was
+            expected to take; None while the link is not measured.
+        expected_recompute_seconds: what computing the same tokens was expected to
+            take; None while the engine's speed is not measured.
     """
 
     turn_id: str
@@ -84,6 +89,14 @@ class Receipt:
     retain_outcome: str
     retained_tokens: int
     retained_ttl_seconds: float
+    pull_seconds: float | None = None
+    expected_pull_seconds: float | None = None
+    expected_recompute_seconds: float | None = None
+
+
+def optional_seconds(message: Any, name: str) -> float | None:
+    """Seconds of a Duration member; None if it is absent."""
+    return to_seconds(getattr(message, name)) if message.HasField(name) else None
 
 
 def parse_usage(usage: common_pb2.Usage) -> Usage:
@@ -114,4 +127,7 @@ def parse_receipt(receipt: router_pb2.Receipt) -> Receipt:
         ),
         retained_tokens=receipt.retained_tokens,
         retained_ttl_seconds=to_seconds(receipt.retained_ttl),
+        pull_seconds=optional_seconds(prefill, "pull_duration"),
+        expected_pull_seconds=optional_seconds(prefill, "expected_pull"),
+        expected_recompute_seconds=optional_seconds(prefill, "expected_recompute"),
     )

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+import msgspec
+
 from kvloop.errors import InvalidFieldError
 from kvloop.messages import Message, encode_json, to_chat_message, to_tool
 from kvloop.router.v1 import router_pb2
+
+_LONG_PROMPT_TOKENS = 4096
 
 
 class Sampling(TypedDict, total=False):
@@ -72,6 +76,7 @@ def chat_request(
         extra_body_json=encode_json(extra_body, "extra_body") if extra_body else b"",
         client_request_id=client_request_id,
         disable_reuse=disable_reuse,
+        accept_batches=True,
     )
 
 
@@ -98,13 +103,32 @@ def generate_request(
         extra_body_json=encode_json(extra_body, "extra_body") if extra_body else b"",
         client_request_id=client_request_id,
         disable_reuse=disable_reuse,
+        accept_batches=True,
     )
     if isinstance(prompt, str):
         request.text = prompt
+        return request
+    encoded = _long_prompt(prompt)
+    if encoded is not None:
+        request.token_ids_json = encoded
     else:
         request.token_ids.SetInParent()  # an empty list is still a choice of token ids
         _set(request.token_ids, "ids", prompt, "token_ids.ids")
     return request
+
+
+def _long_prompt(prompt: Sequence[int]) -> bytes | None:
+    """Many token ids as JSON, which is the cheapest form; None for all else.
+
+    What goes into `token_ids.ids` instead is checked there, one by one.
+    """
+    if len(prompt) < _LONG_PROMPT_TOKENS:
+        return None
+    try:
+        encoded = msgspec.json.encode(prompt)
+    except TypeError:  # integers of a library's own
+        return None
+    return encoded if encoded.translate(None, b"0123456789,") == b"[]" else None
 
 
 def _sampling_params(sampling: Sampling) -> router_pb2.SamplingParams:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvloop.common.v1 import common_pb2
 from kvloop.durations import to_seconds
-from kvloop.receipts import enum_name, miss_reason_name
+from kvloop.receipts import enum_name, miss_reason_name, optional_seconds
 from kvloop.router.v1 import router_pb2
 
 
@@ -71,6 +71,12 @@ class Route:
         miss_reason: why not, if not.
         retained_tokens: tokens that the retained sequence has.
         remaining_ttl_seconds: until the ledger stops giving the handle out.
+        expected_pull_seconds: what pulling all retained tokens would take; None
+            while the link is not measured.
+        expected_recompute_seconds: what computing them would take; None while the
+            engine's speed is not measured.
+        pull_tokens: tokens that would be pulled: all, a small probe, or none.
+        pull_reason: why so many, in words.
     """
 
     candidates: tuple[Candidate, ...]
@@ -78,6 +84,10 @@ class Route:
     miss_reason: str | None
     retained_tokens: int
     remaining_ttl_seconds: float
+    expected_pull_seconds: float | None = None
+    expected_recompute_seconds: float | None = None
+    pull_tokens: int = 0
+    pull_reason: str = ""
 
 
 def parse_models(response: router_pb2.ListModelsResponse) -> list[ModelInfo]:
@@ -111,4 +121,8 @@ def parse_route(response: router_pb2.ExplainRouteResponse) -> Route:
         miss_reason=miss_reason_name(response.miss_reason),
         retained_tokens=response.retained_tokens,
         remaining_ttl_seconds=to_seconds(response.remaining_ttl),
+        expected_pull_seconds=optional_seconds(response, "expected_pull"),
+        expected_recompute_seconds=optional_seconds(response, "expected_recompute"),
+        pull_tokens=response.pull_tokens,
+        pull_reason=response.pull_reason,
     )

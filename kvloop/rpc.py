@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 
 import grpc
 
-from kvloop.errors import from_rpc_error
+from kvloop.errors import InvalidFieldError, KvloopError, from_rpc_error
+from kvloop.rotation import RotatingAioChannel, RotatingChannel
+from kvloop.tls import TlsSource
 
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 """Largest message on any hop. Block lists and token digests of a 1M-token
@@ -35,30 +37,64 @@ OPTIONS: list[tuple[str, int | str]] = [
     # Calls fail at once while a peer is away, so look for it often.
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_retries", 0),
+    # A peer that was started anew at another address is found after a second.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 ]
 """Channel options. Retries are off: whether a call may be repeated is decided
 where the meaning of the call is known."""
 
+_REPLICATED: list[tuple[str, int | str]] = [
+    (
+        "grpc.service_config",
+        json.dumps(
+            {
+                "loadBalancingConfig": [{"round_robin": {}}],
+                "healthCheckConfig": {"serviceName": ""},
+            }
+        ),
+    )
+]
+"""Further options for a name of several replicas. By watching each one's health,
+calls stop going to a replica as soon as it says that it is about to leave."""
 
-@dataclass(frozen=True, slots=True)
-class ClientTls:
-    """How a client speaks TLS. All values are PEM.
+_WHY_TIMEOUT_SECONDS = 1.0
 
-    Attributes:
-        root_certificates: authorities to trust; by default those of gRPC.
-        certificate_chain: the client's own certificate, for mutual TLS.
-        private_key: key of that certificate.
+
+def make_channel(target: str, tls: TlsSource | None = None) -> grpc.Channel:
+    """A channel of synchronous gRPC to host:port.
+
+    Args:
+        target: host:port.
+        tls: how to speak TLS; without it nothing is encrypted.
+
+    Raises:
+        InvalidFieldError: the target is a URL.
     """
+    _check_target(target)
+    if tls is None:
+        return grpc.insecure_channel(target, options=OPTIONS)
+    return RotatingChannel(
+        tls,
+        lambda now: grpc.secure_channel(
+            target, now.credentials(), options=[*OPTIONS, *now.options()]
+        ),
+    )
 
-    root_certificates: bytes | None = None
-    certificate_chain: bytes | None = None
-    private_key: bytes | None = None
 
-    def credentials(self) -> grpc.ChannelCredentials:
-        """The same for gRPC."""
-        return grpc.ssl_channel_credentials(
-            self.root_certificates, self.private_key, self.certificate_chain
-        )
+def make_aio_channel(
+    target: str, tls: TlsSource | None = None, *, replicated: bool = False
+) -> grpc.aio.Channel:
+    """A channel of `grpc.aio`; arguments as for `open_channel`."""
+    _check_target(target)
+    options = [*OPTIONS, *_REPLICATED] if replicated else OPTIONS
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return RotatingAioChannel(
+        tls,
+        lambda now: grpc.aio.secure_channel(
+            target, now.credentials(), options=[*options, *now.options()]
+        ),
+    )
 
 
 def bearer(api_key: str) -> tuple[tuple[str, str | bytes], ...]:
@@ -66,10 +102,28 @@ def bearer(api_key: str) -> tuple[tuple[str, str | bytes], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
+def _check_target(target: str) -> None:
+    """gRPC would look for a host called http."""
+    if target.startswith(("http://", "https://")):
+        raise InvalidFieldError(f"{target!r} is a URL; expected host:port", field="address")
+
+
 @asynccontextmanager
-async def open_channel(target: str) -> AsyncIterator[grpc.aio.Channel]:
-    """An insecure channel to host:port, closed on exit."""
-    async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel:
+async def open_channel(
+    target: str, tls: TlsSource | None = None, *, replicated: bool = False
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel, closed on exit.
+
+    Args:
+        target: host:port.
+        tls: how to speak TLS; without it nothing is encrypted.
+        replicated: the host's name may have several addresses, of replicas that
+            share their state: calls go round those that are healthy.
+
+    Raises:
+        InvalidFieldError: the target is a URL.
+    """
+    async with make_aio_channel(target, tls, replicated=replicated) as channel:
         yield channel
 
 
@@ -90,6 +144,21 @@ async def connected(channel: grpc.aio.Channel) -> bool:
         ):
             return False
         await channel.wait_for_state_change(state)
+
+
+async def why_not_connected(channel: grpc.aio.Channel) -> KvloopError | None:
+    """Why the last attempt to connect failed; None if the channel is connected now.
+
+    Only a call gets to know it. This one fails at once while there is no connection.
+    """
+    check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+        "/grpc.health.v1.Health/Check"
+    )
+    try:
+        await check(b"", timeout=_WHY_TIMEOUT_SECONDS, wait_for_ready=False)
+    except grpc.RpcError as error:
+        return from_rpc_error(error)
+    return None
 
 
 @contextmanager

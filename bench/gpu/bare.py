@@ -83,19 +83,9 @@ class BareTurns:
             surplus = request.answer_tokens + _SURPLUS_TOKENS
             body = self._body(request, prompt, params, max_tokens=surplus, stream=True)
             tokens, times = await self._stream(body, request.answer_tokens)
-        return TurnResult(
-            token_ids=tuple(tokens[: request.answer_tokens]),
-            ttft_seconds=times[0] - started,
-            total_seconds=times[-1] - started,
-            gaps_seconds=tuple(after - before for before, after in pairwise(times)),
-            prefill_leg_seconds=handed_over - started,
-            decode_leg_seconds=times[0] - handed_over,
-            prompt_tokens=len(request.prompt),
-            pulled_tokens=handle["remote_num_tokens"] if handle else 0,
-            cached_tokens=0,
-            recomputed_tokens=0,
-            miss_reason=None,
-            retained_tokens=0,
+        pulled_tokens = handle["remote_num_tokens"] if handle else 0
+        return _result(
+            request, tokens, times, started, handed_over=handed_over, pulled_tokens=pulled_tokens
         )
 
     async def end(self, conversation: str) -> None:
@@ -107,7 +97,11 @@ class BareTurns:
             await self._whole(self._prefill_url, self._body(request, prompt, handle, max_tokens=1))
 
     def _body(
-        self, request: TurnRequest, prompt: msgspec.Raw, params: dict[str, Any], **members: Any
+        self,
+        request: TurnRequest,
+        prompt: msgspec.Raw,
+        params: dict[str, Any] | None,
+        **members: Any,
     ) -> bytes:
         return msgspec.json.encode(
             {
@@ -117,7 +111,7 @@ class BareTurns:
                 "ignore_eos": True,
                 "return_token_ids": True,
                 "cache_salt": request.conversation,
-                "kv_transfer_params": params,
+                **({} if params is None else {"kv_transfer_params": params}),
                 **members,
             }
         )
@@ -155,6 +149,44 @@ class BareTurns:
                 yield answer
         except aiohttp.ClientError as error:
             raise UnavailableError(f"{url}: {error}") from error
+
+
+class DecodeAlone(BareTurns):
+    """Takes turns on the decode server alone, as steady load on it; nothing is retained."""
+
+    async def run(self, request: TurnRequest) -> TurnResult:
+        """See TurnRunner."""
+        started = self._clock()
+        prompt = msgspec.Raw(msgspec.json.encode(request.prompt))
+        surplus = request.answer_tokens + _SURPLUS_TOKENS
+        body = self._body(request, prompt, None, max_tokens=surplus, stream=True)
+        tokens, times = await self._stream(body, request.answer_tokens)
+        return _result(request, tokens, times, started, handed_over=started, pulled_tokens=0)
+
+
+def _result(
+    request: TurnRequest,
+    tokens: list[int],
+    times: list[float],
+    started: float,
+    *,
+    handed_over: float,
+    pulled_tokens: int,
+) -> TurnResult:
+    return TurnResult(
+        token_ids=tuple(tokens[: request.answer_tokens]),
+        ttft_seconds=times[0] - started,
+        total_seconds=times[-1] - started,
+        gaps_seconds=tuple(after - before for before, after in pairwise(times)),
+        prefill_leg_seconds=handed_over - started,
+        decode_leg_seconds=times[0] - handed_over,
+        prompt_tokens=len(request.prompt),
+        pulled_tokens=pulled_tokens,
+        cached_tokens=0,
+        recomputed_tokens=0,
+        miss_reason=None,
+        retained_tokens=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -207,6 +239,7 @@ async def _start(pair: EnginePair, role: Role, run_dir: Path) -> AsyncIterator[E
             import_root=Path(__file__).parents[2],
             kv_recompute_threshold=64,
             decoder_kv_blocks_ttl_seconds=480,
+            pin_lease_seconds=60,
             kv_layout=KvLayout(None, pair.kv_layout == "cross-layers", "as kvloop's own")
             if pair.platform == "cuda"
             else KvLayout(32, False, "the CPU build's recipe"),

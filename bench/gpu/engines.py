@@ -45,6 +45,9 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 
+_TCP = {"UCX_TLS": "tcp,cuda_copy,self"}
+"""What UCX falls back to where it sees no NVLink and may not use cuda_ipc."""
+
 
 @dataclass(frozen=True)
 class EnginePair:
@@ -62,6 +65,8 @@ class EnginePair:
             takes more memory than they have in the end.
         env: environment of the engines.
         gpus: ids of the GPUs to spread the two over; empty for one GPU.
+        pull_guard: whether pulls that would take longer than computing are held back.
+            Off for models so small that computing anything is faster.
     """
 
     name: str
@@ -74,6 +79,7 @@ class EnginePair:
     decode_delay_seconds: float = 0.0
     env: Mapping[str, str] = field(default_factory=lambda: dict(_ENVIRONMENT))
     gpus: tuple[str, ...] = ()
+    pull_guard: bool = True
 
     @property
     def model_name(self) -> str:
@@ -93,7 +99,11 @@ class EnginePair:
                 WorkerSettings(
                     role=role,
                     engine_args=shlex.join(self.args_of(role)),
-                    args=(f"--platform={self.platform}", f"--kv-layout={self.kv_layout}"),
+                    args=(
+                        f"--platform={self.platform}",
+                        f"--kv-layout={self.kv_layout}",
+                        "--pull-guard" if self.pull_guard else "--no-pull-guard",
+                    ),
                     env=delay if role == "decode" else {},
                 )
                 for role in ("prefill", "decode")
@@ -122,15 +132,18 @@ def engine_pairs() -> dict[str, EnginePair]:
     float32 = ("--dtype", "float32", "--attention-backend", "TRITON_ATTN")
     q8 = (*_DUMMY, *kv(12))
     q32 = pair("q32", "q32", (*_DUMMY, "--quantization", "fp8", *kv(21)))
+    two_gpus = replace(pair("q32-two-gpus", "q32", (*_DUMMY, *kv(40))), gpus=("0", "1"))
     pairs = [
-        _cold(pair("tiny-float32", "tiny", (*tiny, *float32))),
-        pair("tiny-bfloat16", "tiny", (*tiny, "--dtype", "bfloat16")),
+        replace(_cold(pair("tiny-float32", "tiny", (*tiny, *float32))), pull_guard=False),
+        replace(pair("tiny-bfloat16", "tiny", (*tiny, "--dtype", "bfloat16")), pull_guard=False),
         _cold(pair("q8", "q8", q8)),
+        replace(_cold(pair("q8-tcp", "q8", q8)), env=_ENVIRONMENT | _TCP),
         _cold(pair("q8-bare", "q8", (*_DUMMY, *kv(10)), "cross-layers")),
         _cold(pair("q8-block-128", "q8", q8, "large-blocks")),
         _cold(pair("q8-engine-default", "q8", q8, "engine-default")),
         replace(q32, decode_delay_seconds=40.0),
-        replace(pair("q32-two-gpus", "q32", (*_DUMMY, *kv(40))), gpus=("0", "1")),
+        two_gpus,
+        replace(_cold(two_gpus), name="q32-two-gpus-cold"),
     ]
     return {made.name: made for made in pairs}
 
@@ -139,7 +152,15 @@ def rehearsal_pairs(model: str) -> dict[str, EnginePair]:
     """The same names on vLLM's CPU build with a tiny model: tries the scripts out."""
     args = ("--max-model-len", "8192", "--generation-config", "vllm", "--no-enable-log-requests")
     made = {
-        name: EnginePair(name, model, sys.executable, args, pair.kv_layout, platform="cpu")
+        name: EnginePair(
+            name,
+            model,
+            sys.executable,
+            args,
+            pair.kv_layout,
+            platform="cpu",
+            pull_guard=pair.pull_guard,
+        )
         for name, pair in engine_pairs().items()
     }
     return {

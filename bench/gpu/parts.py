@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.gpu.checks import Check, check_proof, check_release
@@ -21,15 +21,29 @@ from kvloop.bench.turns import TurnRunner
 
 @dataclass(frozen=True)
 class Ways:
-    """A running pair of engines, and how turns are taken on it."""
+    """A running pair of engines, and how turns are taken on it.
+
+    Attributes:
+        turns: takes turns on it.
+        prefill_url: of its prefill server.
+        decode_url: of its decode server.
+        bare: takes turns on the same engines, leg by leg, past all of kvloop but the
+            connector; None where `turns` does so already.
+        split: takes turns of which prefill has computed the beginning before.
+        decode_alone: takes turns on the decode engine alone.
+    """
 
     turns: TurnRunner
     prefill_url: str
     decode_url: str
+    bare: TurnRunner | None = None
+    split: TurnRunner | None = None
+    decode_alone: TurnRunner | None = None
 
-    def variant(self, name: str, *, reuse: bool) -> Variant:
+    def variant(self, name: str, *, reuse: bool, turns: TurnRunner | None = None) -> Variant:
         """One way of holding conversations on it."""
-        return Variant(name, self.turns, reuse, HttpPrefillEngine(self.prefill_url))
+        prefill = HttpPrefillEngine(self.prefill_url)
+        return Variant(name, turns or self.turns, reuse, prefill)
 
 
 @dataclass
@@ -122,9 +136,14 @@ async def exact(bench: Bench, found: Outcome) -> None:
 
 
 async def near_ties(bench: Bench, found: Outcome) -> None:
-    """The same in bfloat16: differences with reuse beside those of a second recomputation."""
-    plan = RoundPlan([bench.shape(1500, 64)], repetitions=12, warm_ups=0)
-    variants = on_off(bench.ways["tiny-bfloat16"], control=True)
+    """The same in bfloat16: differences with reuse beside those of other recomputations.
+
+    One computes the prompt in the same batches, the other in two steps, as a pull does.
+    """
+    plan = RoundPlan([bench.shape(1500, 64)], repetitions=16, warm_ups=0)
+    ways = bench.ways["tiny-bfloat16"]
+    variants = on_off(ways, control=True)
+    variants.append(ways.variant("split", reuse=False, turns=ways.split))
     run = await bench.rounds("bfloat16", variants, plan)
     found.runs["bfloat16"] = run
     found.outputs["bfloat16"] = check_outputs(run)
@@ -132,32 +151,29 @@ async def near_ties(bench: Bench, found: Outcome) -> None:
 
 async def q8(bench: Bench, found: Outcome) -> None:
     """Qwen3-8B's shape, prefill cold, beside the bare protocol in the same rounds."""
+    await _meet(bench, "q8")
     variants = on_off(bench.ways["q8"])
     if (bare := bench.ways.get("q8-bare")) is not None:
         variants += [bare.variant("bare-on", reuse=True), bare.variant("bare-off", reuse=False)]
-    for context in (8192, 32768):
-        plan = _quick([bench.shape(context)], 6)
+    for context in (8192, 16384, 32768):
+        plan = _quick([bench.shape(context)], 9)
         run = found.runs[f"q8-{context}"] = await bench.rounds("q8", variants, plan)
         found.notes += _added(run)
 
 
+async def guard(bench: Bench, found: Outcome) -> None:
+    """Eight-billion shape over TCP: pulls are slower than computing, and held back."""
+    variants = on_off(bench.ways["q8-tcp"])
+    plan = RoundPlan(
+        [bench.shape(8192)], repetitions=12, warm_ups=0, cold=False, settle_seconds=0.15
+    )
+    found.runs["guard"] = await bench.rounds("guard", variants, plan)
+
+
 async def crowd(bench: Bench, found: Outcome) -> None:
     """Eight conversations at once, alone and beside other requests."""
-    variants = on_off(bench.ways["q8"])
-    shape = bench.shape(4096, 64, turns=3, conversations=8, last_answer_tokens=64)
-    plan = _quick([shape], 3)
-    found.runs["eight"] = await bench.rounds("eight", variants, plan)
-    others = TrafficPlan(requests=4, prompt_tokens=1000, answer_tokens=128)
-    async with traffic(
-        bench.ways["q8"].turns,
-        others,
-        name=_fresh("traffic", bench),
-        source=bench.source,
-        clock=bench.clock,
-    ) as seen:
-        run = await bench.rounds("eight-traffic", variants, plan)
-    found.runs["eight-traffic"] = run
-    found.traffic["eight-traffic"] = _slowdown(seen, run)
+    await _meet(bench, "q8")
+    await _eight(bench, found, "q8", bench.shape(4096, 64, **_EIGHT))
 
 
 async def blocks(bench: Bench, found: Outcome) -> None:
@@ -173,6 +189,7 @@ async def blocks(bench: Bench, found: Outcome) -> None:
 
 async def q32(bench: Bench, found: Outcome) -> None:
     """Qwen3-32B's shape in fp8: prefill cold, then warm after a long answer."""
+    await _meet(bench, "q32")
     variants = on_off(bench.ways["q32"])
     for context in (16384, 32768):
         plan = RoundPlan([bench.shape(context)], repetitions=5)
@@ -183,25 +200,81 @@ async def q32(bench: Bench, found: Outcome) -> None:
 
 
 async def two_gpus(bench: Bench, found: Outcome) -> None:
-    """Qwen3-32B's shape in bf16, prefill and decode each on a GPU of its own."""
-    variants = on_off(bench.ways["q32-two-gpus"])
+    """Qwen3-32B's shape in bf16, prefill and decode each on a GPU of its own.
+
+    The bare protocol runs on the same engines: a second pair does not fit. So the
+    connector's proof, well below 1 ms, is in its time too.
+    """
+    await _meet(bench, "q32-two-gpus")
+    ways = bench.ways["q32-two-gpus"]
+    variants = [*on_off(ways), ways.variant("bare-on", reuse=True, turns=ways.bare)]
     for context in (24576, 40960):
         plan = RoundPlan([bench.shape(context)], repetitions=5)
-        found.runs[f"two-gpus-{context}"] = await bench.rounds("two-gpus", variants, plan)
+        run = found.runs[f"two-gpus-{context}"] = await bench.rounds("two-gpus", variants, plan)
+        found.notes += _added(run)
     shape = bench.shape(24576, 1024 // bench.scale, conversations=2)
     plan = RoundPlan([shape], repetitions=3, warm_ups=0, cold=False, serial_last=True)
-    found.runs["two-gpus-warm"] = await bench.rounds("two-gpus-warm", variants, plan)
+    found.runs["two-gpus-warm"] = await bench.rounds("two-gpus-warm", on_off(ways), plan)
+
+
+async def two_gpus_crowd(bench: Bench, found: Outcome) -> None:
+    """The same, prefill cold: eight conversations at once, and decode while it serves pulls."""
+    await _meet(bench, "q32-two-gpus-cold")
+    await _eight(bench, found, "q32-two-gpus-cold", bench.shape(4096, 64, **_EIGHT))
+    ways = bench.ways["q32-two-gpus-cold"]
+    steady = TrafficPlan(requests=8, prompt_tokens=200, answer_tokens=384)
+    async with traffic(
+        ways.decode_alone or ways.turns,
+        steady,
+        name=_fresh("steady", bench),
+        source=bench.source,
+        clock=bench.clock,
+    ) as seen:
+        run = await bench.rounds("serving", on_off(ways), _quick([bench.shape(24576)], 8))
+    found.runs["serving"] = run
+    found.traffic["serving"] = _slowdown(seen, run, prefill_legs_only=True)
 
 
 PARTS = {
     "exact": Part(("tiny-float32",), exact),
     "near-ties": Part(("tiny-bfloat16",), near_ties),
     "q8": Part(("q8", "q8-bare"), q8),
+    "guard": Part(("q8-tcp",), guard),
     "crowd": Part(("q8",), crowd),
     "blocks": Part(("q8-block-128", "q8-engine-default"), blocks),
     "q32": Part(("q32",), q32),
     "two-gpus": Part(("q32-two-gpus",), two_gpus),
+    "two-gpus-crowd": Part(("q32-two-gpus-cold",), two_gpus_crowd),
 }
+_EIGHT = {"turns": 3, "conversations": 8, "last_answer_tokens": 64}
+
+
+async def _eight(bench: Bench, found: Outcome, name: str, shape: Shape) -> None:
+    """Eight conversations at once, off and on: alone, then beside other requests."""
+    ways = bench.ways[name]
+    plan = _quick([shape], 3)
+    found.runs["eight"] = await bench.rounds("eight", on_off(ways), plan)
+    others = TrafficPlan(requests=4, prompt_tokens=1000, answer_tokens=128)
+    async with traffic(
+        ways.turns,
+        others,
+        name=_fresh("traffic", bench),
+        source=bench.source,
+        clock=bench.clock,
+    ) as seen:
+        run = await bench.rounds("eight-traffic", on_off(ways), plan)
+    found.runs["eight-traffic"] = run
+    found.traffic["eight-traffic"] = _slowdown(seen, run)
+
+
+async def _meet(bench: Bench, name: str) -> None:
+    """Let a prefill engine measure its link: the first pulls are small on purpose, and
+    the very first pays for the handshake."""
+    ways = bench.ways[name]
+    plan = RoundPlan(
+        [bench.shape(2048)], repetitions=4, warm_ups=0, cold=False, settle_seconds=0.15
+    )
+    await bench.rounds(name, [ways.variant("on", reuse=True)], plan)
 
 
 def _quick(shapes: list[Shape], repetitions: int) -> RoundPlan:
@@ -228,15 +301,38 @@ def _added(run: Run) -> list[str]:
     ]
 
 
-def _slowdown(seen: Traffic, run: Run) -> dict[str, Any]:
-    """Time between chunks of the other requests while last turns ran, off and on."""
+def _slowdown(seen: Traffic, run: Run, *, prefill_legs_only: bool = False) -> dict[str, Any]:
+    """Time between chunks of the other requests while last turns ran, off and on.
+
+    Args:
+        seen: the other requests.
+        run: the turns; of one conversation at a time if only their prefill legs count,
+            in which decode serves the pull and nothing else of the turn.
+        prefill_legs_only: leave out what came later in each round.
+    """
     found: dict[str, Any] = {"answers": len(seen.answers), "failures": seen.failures}
+    legs = {
+        (sample.variant, sample.repetition, sample.turn): sample.result.prefill_leg_seconds
+        for sample in run.samples
+        if sample.result is not None
+    }
     for variant in ("off", "on"):
         rounds = [r for r in run.rounds if r.variant == variant and r.turn > 1]
-        gaps = distribution(seen.gaps_during(rounds))
+        if prefill_legs_only:
+            rounds = [
+                replace(r, seconds=legs.get((variant, r.repetition, r.turn), 0.0)) for r in rounds
+            ]
+        gaps = seen.gaps_during(rounds)
+        spread = distribution(gaps)
         found[variant] = (
-            {"count": gaps.count, "p50": gaps.p50, "p90": gaps.p90, "p99": gaps.p99}
-            if gaps
+            {
+                "count": spread.count,
+                "mean": sum(gaps) / len(gaps),
+                "p50": spread.p50,
+                "p90": spread.p90,
+                "p99": spread.p99,
+            }
+            if spread
             else None
         )
     return found

@@ -24,13 +24,15 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
-from bench.gpu.bare import BareTurns, bare_engines
+from bench.gpu.bare import BareTurns, DecodeAlone, bare_engines
 from bench.gpu.engines import EnginePair, engine_pairs, rehearsal_pairs
 from bench.gpu.parts import PARTS, Bench, Outcome, Ways
+from bench.gpu.split import SplitTurns
 from kvloop.aio import AsyncClient
 from kvloop.bench.cells import cells
 from kvloop.bench.files import sample_records
 from kvloop.bench.rounds import Progress
+from kvloop.bench.samples import Shape
 from kvloop.bench.tables import output_lines, ttft_table
 from kvloop.bench.turns import KvloopTurns
 from kvloop.stack import ProcessState, ProcessStatus, Stack
@@ -72,26 +74,36 @@ async def _kvloop(pair: EnginePair, run_dir: Path, report: _Report) -> AsyncIter
     stack = Stack(
         pair.stack_settings(run_dir), on_change=lambda status: report.process(pair.name, status)
     )
-    async with stack, AsyncClient(stack.router_address) as client:
+    async with stack, AsyncClient(stack.router_address) as client, _session() as session:
+        model, clock = pair.model_name, time.perf_counter
+        prefill_url, decode_url = stack.engine_url("prefill-0"), stack.engine_url("decode-0")
+        turns = KvloopTurns(client, model, clock, timeout_seconds=_TURN_SECONDS)
         yield Ways(
-            KvloopTurns(client, pair.model_name, time.perf_counter, timeout_seconds=_TURN_SECONDS),
-            stack.engine_url("prefill-0"),
-            stack.engine_url("decode-0"),
+            turns,
+            prefill_url,
+            decode_url,
+            bare=BareTurns(session, prefill_url, decode_url, model, clock),
+            split=SplitTurns(
+                turns, session, prefill_url, model, tail_tokens=Shape(1).message_tokens
+            ),
+            decode_alone=DecodeAlone(session, prefill_url, decode_url, model, clock),
         )
 
 
 @asynccontextmanager
 async def _bare(pair: EnginePair, run_dir: Path) -> AsyncIterator[Ways]:
+    async with bare_engines(pair, run_dir) as engines, _session() as session:
+        prefill_url, decode_url = engines.prefill_url, engines.decode_url
+        turns = BareTurns(session, prefill_url, decode_url, pair.model_name, time.perf_counter)
+        yield Ways(turns, prefill_url, decode_url)
+
+
+@asynccontextmanager
+async def _session() -> AsyncIterator[aiohttp.ClientSession]:
     connections = aiohttp.TCPConnector(keepalive_timeout=2.0)
     timeout = aiohttp.ClientTimeout(total=_TURN_SECONDS)
-    async with (
-        bare_engines(pair, run_dir) as engines,
-        aiohttp.ClientSession(connector=connections, timeout=timeout) as session,
-    ):
-        turns = BareTurns(
-            session, engines.prefill_url, engines.decode_url, pair.model_name, time.perf_counter
-        )
-        yield Ways(turns, engines.prefill_url, engines.decode_url)
+    async with aiohttp.ClientSession(connector=connections, timeout=timeout) as session:
+        yield session
 
 
 async def _start(

@@ -1,11 +1,15 @@
 """The ledger under measurement, in a process of its own: fill, then serve.
 
 python -m bench.ledger.server URL ROWS PARAMS_BYTES DUE_ROWS DUE_IN_SECONDS
+
+It writes one JSON object per line: {"filled": ROWS} from time to time, and at last
+{"port": ..., "metrics_port": ...}.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -38,9 +42,8 @@ async def _serve(url: str, count: int, params: bytes, due: rows.Due, stop: async
     async with AsyncExitStack() as stack:
         store: Store
         if url == "memory:":
-            store = memory = MemoryStore(clock, policy)
-            await rows.register(store)
-            await rows.fill_memory(memory, count, params)
+            store = MemoryStore(clock, policy)
+            await rows.fill(store, count, params, _filled)
         else:
             transactions: Transactions = await stack.enter_async_context(
                 open_postgres(sa.make_url(url), pool_size=settings.postgres_pool_size)
@@ -49,16 +52,23 @@ async def _serve(url: str, count: int, params: bytes, due: rows.Due, stop: async
             )
             await transactions.write(schema.upgrade)
             store = SqlStore(transactions, clock, policy)
-            await rows.register(store)
-            await rows.fill_sql(transactions, clock, count, params, due)
+            await rows.fill_sql(store, transactions, count, params, due, _filled)
         async with app.build(settings, clock=clock, store=store) as kvmeta:
-            sys.stdout.write(f"{kvmeta.port} {kvmeta.metrics_port}\n")
-            sys.stdout.flush()
+            _tell({"port": kvmeta.port, "metrics_port": kvmeta.metrics_port})
             await stop.wait()
 
 
+def _filled(count: int) -> None:
+    _tell({"filled": count})
+
+
+def _tell(event: dict[str, int | None]) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
-    """Serve until a signal comes; the first line of output has the ports."""
+    """Serve until a signal comes."""
     url, count, params_bytes, due_rows, due_in_seconds = sys.argv[1:]
     setup_logging(level="warning", json=False)
     params = b"p" * int(params_bytes)

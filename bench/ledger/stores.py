@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +18,68 @@ Kind = Literal["memory", "sqlite", "postgres"]
 
 
 @dataclass(frozen=True)
+class Contents:
+    """What a ledger holds before the measurement."""
+
+    rows: int
+    params_bytes: int
+    due_rows: int = 0
+    due_in_seconds: float = 0
+
+
+@dataclass(frozen=True)
 class Server:
     """A ledger that serves."""
 
     kind: Kind
+    rows: int
     port: int
     metrics_port: int
 
 
 @contextmanager
-def database(kind: Kind) -> Iterator[str]:
-    """The URL of an empty database that is removed afterwards.
+def serve(
+    kind: Kind, contents: Contents, filled: Callable[[int], None] = lambda _rows: None
+) -> Iterator[Server]:
+    """A ledger of its own database, in a process of its own.
+
+    Args:
+        kind: the store.
+        contents: what it is filled with first.
+        filled: is told from time to time how many rows there are.
 
     Raises:
         SystemExit: PostgreSQL is not installed.
     """
+    with _database(kind) as url:
+        values = (
+            contents.rows,
+            contents.params_bytes,
+            contents.due_rows,
+            contents.due_in_seconds,
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.ledger.server", url, *map(str, values)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                event = json.loads(line)
+                if "port" in event:
+                    yield Server(kind, contents.rows, event["port"], event["metrics_port"])
+                    return
+                filled(event["filled"])
+            raise SystemExit(f"the {kind} ledger did not start")
+        finally:
+            process.terminate()
+            process.wait()
+            process.stdout.close()
+
+
+@contextmanager
+def _database(kind: Kind) -> Iterator[str]:
     with ExitStack() as stack:
         if kind == "memory":
             yield "memory:"
@@ -43,24 +91,3 @@ def database(kind: Kind) -> Iterator[str]:
             if server is None:
                 raise SystemExit("PostgreSQL is not installed; leave it out with --stores")
             yield server.url
-
-
-@contextmanager
-def serve(
-    kind: Kind, url: str, *, rows: int, params_bytes: int, due_rows: int = 0, due_in: float = 0
-) -> Iterator[Server]:
-    """A ledger with that many conversations, in a process of its own."""
-    arguments = [url, str(rows), str(params_bytes), str(due_rows), str(due_in)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bench.ledger.server", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        port, metrics_port = process.stdout.readline().split()
-        yield Server(kind, int(port), int(metrics_port))
-    finally:
-        process.terminate()
-        process.wait()
-        process.stdout.close()

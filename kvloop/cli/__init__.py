@@ -8,8 +8,9 @@ from typing import NoReturn
 
 import typer
 
-from kvloop.cli import bench, chat, demo, generate, sim_engine, tables, up
+from kvloop.cli import bench, chat, demo, doctor, generate, pins, sim_engine, tables, top, up
 from kvloop.cli.exits import exit_status, explain
+from kvloop.cli.tls import tls_options
 from kvloop.errors import KvloopError
 
 app = typer.Typer(
@@ -26,6 +27,8 @@ app = typer.Typer(
       kvloop chat                    talk to it, in another terminal
       kvloop demo                    what reuse gains, measured here
       kvloop bench ttft              the same on any running stack, in depth
+      kvloop top                     what a router does, live
+      kvloop doctor                  what is wrong with a running stack
 
     \b
     Exit status:
@@ -36,6 +39,7 @@ app = typer.Typer(
       130  interrupted
     """,
 )
+app.callback()(tls_options)
 app.command("up")(up.up)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
@@ -43,6 +47,9 @@ app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("conversations")(tables.conversations)
 app.command("workers")(tables.workers)
+app.command("pins")(pins.pins)
+app.command("top")(top.top)
+app.command("doctor")(doctor.doctor)
 app.command(
     "sim-engine",
     # --help too is for the simulated engine to answer.

@@ -28,8 +28,10 @@ from kvloop.cli import options
 from kvloop.cli.exits import FAILED, INTERRUPTED
 from kvloop.cli.interrupts import cancel_on_signal
 from kvloop.cli.served_model import choose_model
+from kvloop.cli.tls import tls_of
 from kvloop.client import DEFAULT_ROUTER, Client
 from kvloop.errors import UnsupportedError
+from kvloop.tls import TlsSource
 
 app = typer.Typer(no_args_is_help=True, help="Measure what reuse gains on a running stack.")
 
@@ -41,6 +43,7 @@ def bench() -> None:
 
 @app.command("ttft")
 def ttft(
+    command: typer.Context,
     model: options.ServedModel = "",
     context: Annotated[
         str, typer.Option(help="Tokens of the first message; several with commas.")
@@ -116,12 +119,13 @@ def ttft(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    with Client(router) as client:
+    tls = tls_of(command)
+    with Client(router, tls=tls) as client:
         name = choose_model(client, model)
     console = Console()
     seed = secrets.randbits(32) if seed is None else seed
     run = asyncio.run(
-        _measure(router, name, plan, control, prefill_engine_url, random.Random(seed), console)
+        _measure(router, tls, name, plan, control, prefill_engine_url, random.Random(seed), console)
     )
     if run is None:
         raise typer.Exit(INTERRUPTED)
@@ -168,6 +172,7 @@ def write(
 
 async def _measure(
     router: str,
+    tls: TlsSource | None,
     model: str,
     plan: RoundPlan,
     control: bool,
@@ -197,7 +202,7 @@ async def _measure(
             )
 
         try:
-            async with AsyncClient(router) as client:
+            async with AsyncClient(router, tls=tls) as client:
                 taker = KvloopTurns(client, model, time.perf_counter)
                 variants = [
                     Variant("on", taker, True, prefill),

@@ -13,6 +13,7 @@ from kvloop.cli import options
 from kvloop.cli.exits import explain
 from kvloop.cli.receipt_line import receipt_line
 from kvloop.cli.served_model import choose_model
+from kvloop.cli.tls import tls_of
 from kvloop.client import DEFAULT_ROUTER, Client
 from kvloop.errors import KvloopError
 from kvloop.messages import Message
@@ -103,6 +104,7 @@ class ChatSession:
 
 
 def chat(
+    context: typer.Context,
     model: options.ServedModel = "",
     conversation: options.ConversationId = "",
     system: Annotated[str, typer.Option(help="System message.")] = "",
@@ -125,7 +127,7 @@ def chat(
       printf 'Hello!\\nAnd now?\\n' | kvloop chat
     """
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
-    with Client(router) as client:
+    with Client(router, tls=tls_of(context)) as client:
         session = ChatSession(
             client,
             choose_model(client, model),

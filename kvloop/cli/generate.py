@@ -11,10 +11,12 @@ from kvloop.cli import options
 from kvloop.cli.exits import INTERRUPTED
 from kvloop.cli.receipt_line import receipt_line
 from kvloop.cli.served_model import choose_model
+from kvloop.cli.tls import tls_of
 from kvloop.client import DEFAULT_ROUTER, Client
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[
         str, typer.Argument(help="The whole prompt; - or nothing reads standard input.")
     ] = "-",
@@ -40,7 +42,7 @@ def generate(
       kvloop generate --token-ids 12,7,99 --temperature 0
     """
     given = _token_ids(token_ids) if token_ids else _text(prompt)
-    with Client(router) as client:
+    with Client(router, tls=tls_of(context)) as client:
         answer = client.generate(
             given,
             model=choose_model(client, model),

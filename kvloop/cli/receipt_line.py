@@ -26,12 +26,20 @@ def _prompt(receipt: Receipt) -> str:
     total = receipt.prompt_tokens
     cached = f", {receipt.cached_tokens:,} cached" if receipt.cached_tokens else ""
     if receipt.pulled_tokens:
+        took = f" in {_ms(receipt.pull_seconds)} ms" if receipt.pull_seconds is not None else ""
         return (
             f"pulled {receipt.pulled_tokens:,} of {total:,} tokens from "
-            f"{receipt.decode_worker_id}{cached}, recomputed {receipt.recomputed_tokens:,}"
+            f"{receipt.decode_worker_id}{took}{cached}, recomputed {receipt.recomputed_tokens:,}"
         )
-    why = f" ({_words(receipt.miss_reason)})" if receipt.miss_reason else ""
+    why = f" ({_why(receipt, receipt.miss_reason)})" if receipt.miss_reason else ""
     return f"recomputed {receipt.recomputed_tokens:,} of {total:,} tokens{cached}{why}"
+
+
+def _why(receipt: Receipt, miss_reason: str) -> str:
+    pull, compute = receipt.expected_pull_seconds, receipt.expected_recompute_seconds
+    if miss_reason != "SLOWER_THAN_RECOMPUTE" or pull is None or compute is None:
+        return _words(miss_reason)
+    return f"a pull would take {_ms(pull)} ms, computing {_ms(compute)}"
 
 
 def _legs(receipt: Receipt) -> str:

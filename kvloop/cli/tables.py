@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvloop.cli import options
+from kvloop.cli.tls import tls_of
 from kvloop.common.v1 import common_pb2
 from kvloop.durations import to_seconds
 from kvloop.inventory import DEFAULT_KVMETA, list_conversations, list_workers
@@ -26,6 +27,7 @@ OfModel = Annotated[str, typer.Option("--model", help="Keep one model's only.")]
 
 
 def conversations(
+    context: typer.Context,
     tenant: Annotated[str, typer.Option(help="Whose conversations.")] = "default",
     model: OfModel = "",
     as_json: Json = False,
@@ -41,17 +43,17 @@ def conversations(
       kvloop conversations
       kvloop conversations --json | jq .key
     """
-    found = list(list_conversations(kvmeta, tenant=tenant, model=model))
+    found = list(list_conversations(kvmeta, tenant=tenant, model=model, tls=tls_of(context)))
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
-    _print_table(
+    print_table(
         ["conversation", "model", "state", "turn", "on", "tokens", "blocks", "left"],
         [
             [
                 conversation.key.conversation_id,
                 conversation.key.model,
-                _state(ledger_pb2.Conversation.State.Name, conversation.state),
+                state_word(ledger_pb2.Conversation.State.Name, conversation.state),
                 str(conversation.turn),
                 conversation.worker_id,
                 f"{conversation.num_tokens:,}",
@@ -65,6 +67,7 @@ def conversations(
 
 
 def workers(
+    context: typer.Context,
     model: OfModel = "",
     as_json: Json = False,
     kvmeta: options.Kvmeta = DEFAULT_KVMETA,
@@ -76,12 +79,12 @@ def workers(
       kvloop workers
       kvloop workers --json | jq .worker.traits
     """
-    found = list(list_workers(kvmeta, model=model))
+    found = list(list_workers(kvmeta, model=model, tls=tls_of(context)))
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
-    _print_table(
-        ["worker", "role", "state", "model", "address", "vLLM", "block", "retained"],
+    print_table(
+        ["worker", "role", "state", "model", "address", "vLLM", "block", "lease", "retained"],
         [_worker_row(entry) for entry in found],
         empty="no workers",
     )
@@ -89,6 +92,7 @@ def workers(
 
 def _worker_row(entry: registry_pb2.WorkerEntry) -> list[str]:
     worker, traits = entry.worker, entry.worker.traits
+    decodes = worker.role == common_pb2.WORKER_ROLE_DECODE
     share = entry.retained_blocks / traits.num_kv_blocks if traits.num_kv_blocks else 0.0
     retained = (
         f"{entry.retained_conversations:,} conversations, {entry.retained_blocks:,} blocks "
@@ -97,26 +101,36 @@ def _worker_row(entry: registry_pb2.WorkerEntry) -> list[str]:
     return [
         worker.worker_id,
         enum_name(common_pb2.WorkerRole.Name, worker.role, "WORKER_ROLE_").lower(),
-        _state(registry_pb2.Worker.State.Name, worker.state),
+        state_word(registry_pb2.Worker.State.Name, worker.state),
         worker.model,
         worker.address,
         traits.vllm_version,
         str(traits.block_size),
-        retained if worker.role == common_pb2.WORKER_ROLE_DECODE else "-",
+        *((_lease(traits), retained) if decodes else ("-", "-")),
     ]
 
 
-def _state(name_of: Callable[[Any], str], number: int) -> str:
+def _lease(traits: registry_pb2.EngineTraits) -> str:
+    """For how long the engine keeps what it retains, and whether that can be renewed."""
+    if traits.lease_renewal:
+        return f"{to_seconds(traits.pin_lease):g} s, renewed"
+    ttl = to_seconds(traits.decoder_kv_blocks_ttl)
+    return f"{ttl:g} s fixed: vLLM {traits.vllm_version} has no renewal"
+
+
+def state_word(name_of: Callable[[Any], str], number: int) -> str:
+    """A state as tables show it."""
     return enum_name(name_of, number, "STATE_").lower()
 
 
-def _print_json(messages: Iterable[Message]) -> None:
+def print_json(messages: Iterable[Message]) -> None:
+    """One JSON object per line, with every field that is set."""
     for message in messages:
         entry = MessageToDict(message, preserving_proto_field_name=True)
         sys.stdout.write(json.dumps(entry) + "\n")
 
 
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
     """A table on a terminal, tab-separated lines in a pipe."""
     console = Console()
     if not console.is_terminal:

@@ -18,6 +18,7 @@ from kvloop.cli.progress import ProgressView
 from kvloop.client import DEFAULT_ROUTER
 from kvloop.inventory import DEFAULT_KVMETA
 from kvloop.stack import EntryPoints, Stack, StackSettings, make_workers
+from kvloop.stack.certificates import Part
 from kvloop.stack.gpus import detect_gpus
 
 
@@ -44,6 +45,12 @@ def up(
     engine_python: Annotated[
         str, typer.Option(help="Python that has vLLM.", show_default="this one")
     ] = "",
+    tls: Annotated[
+        bool,
+        typer.Option(
+            "--tls", help="Mutual TLS on every hop, with certificates made for this stack."
+        ),
+    ] = False,
     run_dir: options.RunDir = "",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary folder.")] = False,
     start_timeout: options.StartTimeout = 600.0,
@@ -81,6 +88,7 @@ def up(
         engine_python=engine_python,
         gpus=detect_gpus(),
         start_timeout_seconds=start_timeout,
+        tls=tls,
     )
     raise typer.Exit(asyncio.run(run_stack(settings, EntryPoints(), Console())))
 
@@ -112,6 +120,18 @@ async def run_stack(settings: StackSettings, entry_points: EntryPoints, console:
     return 0 if came_up else INTERRUPTED
 
 
+def _client_files(stack: Stack) -> dict[str, Path]:
+    """Variables by which commands find the certificates to call the stack with."""
+    made = stack.certificates
+    if made is None:
+        return {}
+    return {
+        "KVLOOP_TLS_CA_FILE": made.authority,
+        "KVLOOP_TLS_CERTIFICATE_FILE": made.certificate(Part.OPERATOR),
+        "KVLOOP_TLS_KEY_FILE": made.key(Part.OPERATOR),
+    }
+
+
 def _welcome(stack: Stack, seconds: float) -> str:
     target = "" if stack.router_address == DEFAULT_ROUTER else f" --router {stack.router_address}"
     ledger = "" if stack.kvmeta_address == DEFAULT_KVMETA else f" --kvmeta {stack.kvmeta_address}"
@@ -123,6 +143,7 @@ def _welcome(stack: Stack, seconds: float) -> str:
         f"  {'logs':<12} {stack.run_dir}",
         "",
         "Try this, in another terminal:",
+        *(f"  export {name}={path}" for name, path in _client_files(stack).items()),
         f"  kvloop chat{target}",
         f"  kvloop conversations{ledger}",
         "",

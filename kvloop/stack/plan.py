@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvloop.stack.certificates import Part, StackCertificates
 from kvloop.stack.gpus import place
 from kvloop.stack.ports import LOOPBACK, PortPool
 from kvloop.stack.settings import StackSettings, WorkerSettings
@@ -72,7 +73,11 @@ class StackPlan:
 
 
 def plan_stack(
-    settings: StackSettings, entry_points: EntryPoints, ports: PortPool, run_dir: Path
+    settings: StackSettings,
+    entry_points: EntryPoints,
+    ports: PortPool,
+    run_dir: Path,
+    certificates: StackCertificates | None = None,
 ) -> StackPlan:
     """Lay a stack out.
 
@@ -81,7 +86,9 @@ def plan_stack(
         entry_points: how each service is started.
         ports: where ports come from.
         run_dir: folder for logs, sockets and the database.
+        certificates: for mutual TLS everywhere; without them nothing is encrypted.
     """
+    flags = _tls_flags(certificates)
     kvmeta_address = f"{LOOPBACK}:{ports.take(7200)}"
     router_address = f"{LOOPBACK}:{ports.take(7100)}"
     gateway_address = f"{LOOPBACK}:{ports.take(7180)}"
@@ -92,7 +99,15 @@ def plan_stack(
         counts[worker.role] += 1
         workers.append(
             _plan_worker(
-                name, index, worker, settings, entry_points, ports, run_dir, kvmeta_address
+                name,
+                index,
+                worker,
+                settings,
+                entry_points,
+                ports,
+                run_dir,
+                kvmeta_address,
+                flags[Part.WORKER],
             )
         )
     return StackPlan(
@@ -102,6 +117,7 @@ def plan_stack(
                 *entry_points.kvmeta,
                 *("--listen", kvmeta_address),
                 *("--database-url", f"sqlite:///{run_dir / 'ledger.db'}"),
+                *flags[Part.KVMETA],
                 *settings.kvmeta_args,
             ),
             env={**settings.env, "KVLOOP_KVMETA_LOG_JSON": "true"},
@@ -115,15 +131,35 @@ def plan_stack(
                 *("--listen", router_address),
                 *("--gateway-listen", gateway_address),
                 *("--kvmeta", kvmeta_address),
+                *flags[Part.ROUTER],
                 *settings.router_args,
             ),
             env={**settings.env, "KVLOOP_ROUTER_LOG_JSON": "true"},
             address=router_address,
             log=run_dir / "router.log",
-            gateway_url=f"http://{gateway_address}",
+            gateway_url=f"{'http' if certificates is None else 'https'}://{gateway_address}",
         ),
         workers=tuple(workers),
     )
+
+
+def _tls_flags(certificates: StackCertificates | None) -> dict[Part, tuple[str, ...]]:
+    """Flags of each kind of service: who it is, and who may call it."""
+    if certificates is None:
+        return dict.fromkeys(Part, ())
+    callers_of_kvmeta = (Part.ROUTER, Part.WORKER, Part.OPERATOR)
+    return {
+        Part.KVMETA: certificates.serving_flags(Part.KVMETA, allowed=callers_of_kvmeta),
+        Part.ROUTER: (
+            *certificates.serving_flags(Part.ROUTER),
+            *certificates.calling_flags(Part.ROUTER),
+            f"--peer-tls-worker-name={Part.WORKER.dns_name}",
+        ),
+        Part.WORKER: (
+            *certificates.serving_flags(Part.WORKER, allowed=(Part.ROUTER, Part.OPERATOR)),
+            *certificates.calling_flags(Part.WORKER),
+        ),
+    }
 
 
 def _plan_worker(
@@ -135,6 +171,7 @@ def _plan_worker(
     ports: PortPool,
     run_dir: Path,
     kvmeta_address: str,
+    tls_flags: tuple[str, ...],
 ) -> ProcessSpec:
     first = _FIRST_PORTS[worker.role]
     address = f"{LOOPBACK}:{ports.take(first['sidecar'])}"
@@ -168,7 +205,7 @@ def _plan_worker(
         argv.append(f"--engine-python={settings.engine_python}")
     return ProcessSpec(
         name=name,
-        argv=(*entry_points.worker, *argv, *worker.args),
+        argv=(*entry_points.worker, *argv, *tls_flags, *worker.args),
         env={**settings.env, **gpu_env, **worker.env, "KVLOOP_WORKER_LOG_JSON": "true"},
         address=address,
         log=run_dir / f"{name}.log",

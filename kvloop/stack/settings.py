@@ -97,6 +97,8 @@ class StackSettings:
         start_timeout_seconds: limit for one process to come up. Loading two
             engines on two cores takes 80 to 105 s.
         stop_timeout_seconds: time for one process to end by itself.
+        tls: mutual TLS between all processes, and with their clients, with
+            certificates made for this stack.
     """
 
     model: str
@@ -111,6 +113,7 @@ class StackSettings:
     gpus: tuple[str, ...] = ()
     start_timeout_seconds: float = 300.0
     stop_timeout_seconds: float = 20.0
+    tls: bool = False
 
     def __post_init__(self) -> None:
         if {worker.role for worker in self.workers} != {"prefill", "decode"}:

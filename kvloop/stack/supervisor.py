@@ -19,6 +19,7 @@ from typing import NoReturn, Self
 from kvloop import rpc
 from kvloop.aio import AsyncClient
 from kvloop.errors import KvloopError
+from kvloop.stack.certificates import StackCertificates, make_certificates
 from kvloop.stack.child import Child
 from kvloop.stack.errors import ProcessDiedError, ProcessNotReadyError
 from kvloop.stack.logs import describe_phase
@@ -27,6 +28,7 @@ from kvloop.stack.ports import PortPool
 from kvloop.stack.readiness import is_serving, lists_model
 from kvloop.stack.settings import StackSettings
 from kvloop.stack.status import ProcessState, ProcessStatus
+from kvloop.tls import TlsSource
 
 _POLL_SECONDS = 0.1
 _LISTING_TIMEOUT_SECONDS = 30.0
@@ -62,6 +64,9 @@ class Stack:
         self.settings = settings
         self.run_dir = settings.run_dir or Path()
         """Folder of logs, sockets and the database, once the stack was entered."""
+        self.certificates: StackCertificates | None = None
+        """Certificates of the services and of those who call them, if there are any."""
+        self._tls: TlsSource | None = None
         self._entry_points = entry_points or EntryPoints()
         self._on_change = on_change or (lambda status: None)
         self._clock = clock
@@ -73,7 +78,12 @@ class Stack:
         async with AsyncExitStack() as resources:
             self.run_dir = resources.enter_context(_open_run_dir(self.settings))
             ports = resources.enter_context(PortPool())
-            plan = plan_stack(self.settings, self._entry_points, ports, self.run_dir)
+            if self.settings.tls:
+                self.certificates = make_certificates(self.run_dir / "tls")
+                self._tls = self.certificates.client_tls()
+            plan = plan_stack(
+                self.settings, self._entry_points, ports, self.run_dir, self.certificates
+            )
             stack_id = secrets.token_hex(8)
             for spec in plan.processes:
                 self._children[spec.name] = Child(spec, stack_id, os.environ)
@@ -192,7 +202,7 @@ class Stack:
         now = self._clock()
         self._set(ProcessStatus(name, ProcessState.STARTING, "", now, now))
         deadline = now + self.settings.start_timeout_seconds
-        async with rpc.open_channel(child.spec.address) as channel:
+        async with rpc.open_channel(child.spec.address, self._tls) as channel:
             while not await is_serving(channel):
                 self._check_alive(child)
                 self._report_phase(child)
@@ -216,7 +226,7 @@ class Stack:
         decode = sum(name.startswith("decode-") for name in ready)
         deadline = self._clock() + _LISTING_TIMEOUT_SECONDS
         model = self.settings.model_name
-        async with AsyncClient(self.router_address) as client:
+        async with AsyncClient(self.router_address, tls=self._tls) as client:
             while not await lists_model(client, model, prefill, decode):
                 for child in self._children.values():
                     self._check_alive(child)

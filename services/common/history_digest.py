@@ -13,7 +13,7 @@ conversations apart:
 - of every message its role and content, of tool calls name and arguments, and
   `name` and `tool_call_id`;
 - content as text if it is text, in one part or several, without white space
-  around it; null, "" and no content are the same;
+  around it; null, "", no content and no parts are the same;
 - an assistant's reasoning is left out, whether it came in a member of its own or
   in front of `</think>`;
 - arguments of a call are compared as JSON values, if they are JSON.
@@ -31,6 +31,7 @@ DIGEST_BYTES = 32
 DERIVED_ID_PREFIX = "h:"
 """Conversation ids that start so are derived from a history."""
 
+_TEXT_PARTS = ("text", "input_text", "output_text")
 _END_OF_REASONING = "</think>"
 _ENCODE = msgspec.json.Encoder(order="deterministic").encode
 
@@ -124,7 +125,7 @@ def _content(raw: msgspec.Raw) -> Any:
 
 
 def _is_text(part: object) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text"
+    return isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
 
 
 def _arguments(text: str) -> Any:

@@ -2,6 +2,7 @@
 
     python -m services.common.probe HOST:PORT [--timeout-seconds 2]
 
+With $KVLOOP_TLS_CA_FILE and its relatives it speaks TLS, as the command kvloop does.
 0: it answers SERVING. 1: it does not, and why is on standard error.
 """
 
@@ -9,18 +10,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvloop import rpc
+from kvloop.tls import TlsSource, tls_from_environment
 
 
-async def obstacle(target: str, timeout_seconds: float) -> str | None:
+async def obstacle(target: str, timeout_seconds: float, tls: TlsSource | None = None) -> str | None:
     """Why the server at host:port is not ready; None if it is."""
-    async with rpc.open_channel(target) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+    async with rpc.open_channel(target, tls) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout_seconds, wait_for_ready=True
@@ -38,7 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("target", metavar="HOST:PORT")
     parser.add_argument("--timeout-seconds", type=float, default=2.0)
     options = parser.parse_args(arguments)
-    found = asyncio.run(obstacle(options.target, options.timeout_seconds))
+    try:
+        tls = tls_from_environment(os.environ)
+    except (OSError, ValueError) as error:
+        parser.error(f"TLS: {error}")
+    found = asyncio.run(obstacle(options.target, options.timeout_seconds, tls))
     if found is not None:
         sys.stderr.write(f"{found}\n")
     return 0 if found is None else 1

@@ -6,14 +6,16 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 import structlog
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp
 
 from kvloop.errors import KvloopError
+from services.common import event_loop
 
 _log = structlog.get_logger(__name__)
 
@@ -62,7 +64,7 @@ def run_service(name: str, serve: Callable[[asyncio.Event], Awaitable[None]]) ->
     """
     status = 0
     try:
-        asyncio.run(run_until_signal(serve))
+        event_loop.run(run_until_signal(serve))
     except* (KvloopError, OSError) as failures:
         for failure in failures.exceptions:
             reason = getattr(failure, "reason", type(failure).__name__)
@@ -74,10 +76,42 @@ def run_service(name: str, serve: Callable[[asyncio.Event], Awaitable[None]]) ->
 async def run_until_signal(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     """Run `serve(stop)` with `stop` set on SIGTERM or SIGINT.
 
-    A second signal does not cut the shutdown short; SIGKILL does.
+    A second signal does not cut the shutdown short; SIGKILL does. SIGHUP is for
+    `reload_on_hangup` and ends nothing.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, _nothing_to_reload)
     await serve(stop)
+
+
+@contextmanager
+def reload_on_hangup(reload: Callable[[], None]) -> Iterator[None]:
+    """Call `reload` on each SIGHUP while the block runs. For asyncio's main thread."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    try:
+        yield
+    finally:
+        loop.add_signal_handler(signal.SIGHUP, _nothing_to_reload)
+
+
+class Reloadable(Protocol):
+    """Something that was read from files which may have been replaced."""
+
+    def reload(self) -> None:
+        """Read them again."""
+        ...
+
+
+def reload_all(*parts: Reloadable | None) -> None:
+    """Reload those that there are."""
+    for part in parts:
+        if part is not None:
+            part.reload()
+
+
+def _nothing_to_reload() -> None:
+    _log.info("nothing_to_reload")

@@ -1,9 +1,8 @@
-"""The gRPC server that every service runs: error mapping, health, reflection."""
+"""The gRPC server that every service runs: error mapping, metrics, health, reflection."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,22 +13,36 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
+from prometheus_client import CollectorRegistry
 
 from kvloop import rpc
 from kvloop.errors import InternalError, KvloopError, to_status
+from services.common.rpc_handlers import wrap_handler
+from services.common.rpc_metrics import RpcMetrics
+from services.common.tls import ServerTls
+from services.common.tls_clients import ClientInterceptor
 
 _log = structlog.get_logger(__name__)
+
+_REQUEST_WINDOW_BYTES = 4 * 1024 * 1024
+"""Bytes of one call that may arrive before they are read."""
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns raised errors into a status; the only place that aborts a call.
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Turns raised errors into a status, and times calls; the only place that aborts one.
 
     A KvloopError becomes its own status with ErrorInfo. Anything else is a
     defect: the caller gets INTERNAL with a fixed text, the log the traceback.
+
+    Args:
+        metrics: counts calls.
     """
+
+    def __init__(self, metrics: RpcMetrics) -> None:
+        self._metrics = metrics
 
     async def intercept_service(
         self,
@@ -41,57 +54,37 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         method = handler_call_details.method
-        if handler.response_streaming:
-            inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            factory = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            wrapped = _wrap_stream(method, inner)
-        else:
-            inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-            factory = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
-            wrapped = _wrap_unary(method, inner)
-        return factory(
-            wrapped,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
+        return wrap_handler(
+            handler,
+            lambda inner: self._wrap_unary(method, inner),
+            lambda inner: self._wrap_stream(method, inner),
         )
 
+    def _wrap_unary(self, method: str, inner: Any) -> Any:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            with self._metrics.call(method, context):
+                try:
+                    return await inner(request, context)
+                except (asyncio.CancelledError, grpc.aio.AbortError):
+                    raise
+                except Exception as error:
+                    await _abort(method, context, error)
 
-def _wrap_unary(method: str, inner: Any) -> Any:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await inner(request, context)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception as error:
-            await _abort(method, context, error)
+        return call
 
-    return call
+    def _wrap_stream(self, method: str, inner: Any) -> Any:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            with self._metrics.call(method, context):
+                try:
+                    async with aclosing(inner(request, context)) as responses:
+                        async for response in responses:
+                            yield response
+                except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+                    raise
+                except Exception as error:
+                    await _abort(method, context, error)
 
-
-def _wrap_stream(method: str, inner: Any) -> Any:
-    if not inspect.isasyncgenfunction(inner):
-        # Writes through the context, as the health service's Watch does.
-        return _wrap_unary(method, inner)
-
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            async with aclosing(inner(request, context)) as responses:
-                async for response in responses:
-                    yield response
-        except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
-            raise
-        except Exception as error:
-            await _abort(method, context, error)
-
-    return call
+        return call
 
 
 async def _abort(
@@ -103,6 +96,32 @@ async def _abort(
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
+class Drain:
+    """How a server leaves: it says so first, and takes calls until its clients know.
+
+    Args:
+        seconds: time for health watchers and load balancers to turn away.
+        sleep: waits; for tests.
+    """
+
+    def __init__(
+        self, seconds: float = 0.0, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
+        self._seconds = seconds
+        self._sleep = sleep
+        self.health = health.aio.HealthServicer()
+        self.started = False
+        """Whether the server is leaving."""
+
+    async def run(self) -> None:
+        """Say NOT_SERVING, and wait the first time that this is called."""
+        if self.started:
+            return
+        self.started = True
+        await self.health.enter_graceful_shutdown()
+        await self._sleep(self._seconds)
+
+
 @asynccontextmanager
 async def serve(
     address: str,
@@ -110,19 +129,26 @@ async def serve(
     services: Sequence[ServiceDescriptor],
     *,
     grace_seconds: float,
-    credentials: grpc.ServerCredentials | None = None,
+    tls: ServerTls | None = None,
+    registry: CollectorRegistry | None = None,
+    drain: Drain | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AsyncIterator[int]:
     """Run a gRPC server while the block runs.
 
-    Health is SERVING inside the block and NOT_SERVING before the server stops;
-    calls in flight then get grace_seconds to finish.
+    Health is SERVING inside the block and NOT_SERVING while it drains; then the
+    server stops, and calls in flight get grace_seconds to finish. Calls that come
+    while a server stops fail, by no fault of their own.
 
     Args:
         address: host:port to listen on; port 0 takes a free one.
         add_services: registers the servicers.
         services: descriptors of those services, for health and reflection.
         grace_seconds: time for calls in flight at the end.
-        credentials: for TLS; without them nothing is encrypted.
+        tls: how to encrypt, and who may call; without it nothing is encrypted.
+        registry: where Prometheus finds how long calls take; nowhere if omitted.
+        drain: how it leaves; at once if omitted.
+        interceptors: further ones, which see the errors that handlers raise.
 
     Yields:
         The port.
@@ -130,11 +156,20 @@ async def serve(
     Raises:
         OSError: the address cannot be bound.
     """
+    chain: list[grpc.aio.ServerInterceptor] = [
+        CallInterceptor(RpcMetrics(registry or CollectorRegistry()))
+    ]
+    if tls is not None and tls.allowed_clients:
+        chain.append(ClientInterceptor(tls.allowed_clients))
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor()],
+        interceptors=[*chain, *interceptors],
         options=[
             *rpc.OPTIONS,
             ("grpc.so_reuseport", 0),
+            # Long prompts come in one go. gRPC would let 64 KiB in at first, and more
+            # only after a round of measuring.
+            ("grpc.http2.lookahead_bytes", _REQUEST_WINDOW_BYTES),
+            ("grpc.http2.bdp_probe", 0),
             # By default gRPC cancels calls at random once 1000 wait to be accepted.
             ("grpc.server.max_pending_requests", 20_000),
             ("grpc.server.max_pending_requests_hard_limit", 40_000),
@@ -142,8 +177,8 @@ async def serve(
         ],
     )
     add_services(server)
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    drain = drain or Drain()
+    health_pb2_grpc.add_HealthServicer_to_server(drain.health, server)
     names = [service.full_name for service in services]
     reflection.enable_server_reflection(
         [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
@@ -151,16 +186,16 @@ async def serve(
     try:
         port = (
             server.add_insecure_port(address)
-            if credentials is None
-            else server.add_secure_port(address, credentials)
+            if tls is None
+            else server.add_secure_port(address, tls.grpc_credentials())
         )
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}") from error
     await server.start()
     try:
         for name in ["", *names]:
-            await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+            await drain.health.set(name, health_pb2.HealthCheckResponse.SERVING)
         yield port
     finally:
-        await health_servicer.enter_graceful_shutdown()
+        await drain.run()
         await server.stop(grace_seconds)

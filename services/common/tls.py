@@ -1,24 +1,39 @@
 """TLS for servers, with certificates that are replaced while they serve.
 
-Certificates live in files. Before a handshake the files are looked at, at most
-once a second, and read again if one has changed: connections that exist go on,
-new ones get the new certificate. Files that do not fit together, as in the
-middle of a rotation, change nothing until they do.
+Certificates live in files, which are read again when they change: connections
+that exist go on, new ones get the new certificate.
 """
 
 from __future__ import annotations
 
-import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import structlog
 
+from kvloop.file_value import FileValue
+
 _log = structlog.get_logger(__name__)
-_LOOK_SECONDS = 1.0
+
+
+def log_reading(what: str, path: Path) -> Callable[[Exception | None], None]:
+    """Logs how the reading of files went that have changed.
+
+    Args:
+        what: begins the event's name: `<what>_reloaded` or `<what>_not_reloaded`.
+        path: one of the files.
+    """
+
+    def log(error: Exception | None) -> None:
+        if error is None:
+            _log.info(f"{what}_reloaded", path=str(path))
+        else:
+            _log.error(f"{what}_not_reloaded", path=str(path), error=str(error))
+
+    return log
 
 
 @dataclass(frozen=True)
@@ -32,8 +47,14 @@ class ServerFiles:
     client_authority: Path | None = None
     """Authority of the certificates that clients must bring; none: they need none."""
 
+    @property
+    def paths(self) -> list[Path]:
+        """All of them."""
+        files = (self.certificate, self.key, self.client_authority)
+        return [path for path in files if path is not None]
+
     def context(self) -> ssl.SSLContext:
-        """The files as they are now.
+        """The files as they are now, for `ssl`.
 
         Raises:
             OSError: a file cannot be read, or they do not fit together.
@@ -46,11 +67,17 @@ class ServerFiles:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Changes whenever a file is written or replaced."""
-        files = (self.certificate, self.key, self.client_authority)
-        found = [os.stat(path) for path in files if path is not None]
-        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """The files as they are now, for gRPC, which takes any.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        authority = self.client_authority
+        return grpc.ssl_server_certificate_configuration(
+            [(self.key.read_bytes(), self.certificate.read_bytes())],
+            root_certificates=authority.read_bytes() if authority is not None else None,
+        )
 
 
 class ServerTls:
@@ -58,30 +85,46 @@ class ServerTls:
 
     Args:
         files: the certificate.
+        allowed_clients: names in client certificates that may call; empty: any.
         clock: seconds on a clock that never goes back.
 
     Raises:
         OSError: a file cannot be read, or they do not fit together.
     """
 
-    def __init__(self, files: ServerFiles, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        files: ServerFiles,
+        *,
+        allowed_clients: Collection[str] = (),
+        clock: Callable[[], float],
+    ) -> None:
         self._files = files
-        self._clock = clock
-        self._stamp = files.stamp()
-        self._looked_at = clock()
-        self._context = files.context()
-        self._pem = self._configuration()
+        self.allowed_clients = frozenset(allowed_clients)
+        """Names in client certificates that may call; empty: any."""
+        self._value = FileValue(
+            files.paths,
+            # First what checks that certificate and key belong together.
+            lambda: (files.context(), files.configuration()),
+            clock=clock,
+            on_read=log_reading("certificate", files.certificate),
+        )
 
     @property
     def certificate(self) -> Path:
         """Where the certificate lies."""
         return self._files.certificate
 
+    def reload(self) -> None:
+        """Read the files now, even if they look unchanged."""
+        self._value.reload()
+
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """For a gRPC server, which asks again at every handshake."""
+        _, configuration = self._value.current()
         return grpc.dynamic_ssl_server_credentials(
-            self._pem,
-            self._current_pem,
+            configuration,
+            lambda: self._value.current()[1],
             require_client_authentication=self._files.client_authority is not None,
         )
 
@@ -90,36 +133,7 @@ class ServerTls:
         entrance = self._files.context()
 
         def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-            self._refresh()
-            connection.context = self._context
+            connection.context, _configuration = self._value.current()
 
         entrance.sni_callback = choose
         return entrance
-
-    def _current_pem(self) -> grpc.ServerCertificateConfiguration:
-        self._refresh()
-        return self._pem
-
-    def _refresh(self) -> None:
-        now = self._clock()
-        if now - self._looked_at < _LOOK_SECONDS:
-            return
-        self._looked_at = now
-        try:
-            stamp = self._files.stamp()
-            if stamp == self._stamp:
-                return
-            # First what checks that certificate and key belong together.
-            context, pem = self._files.context(), self._configuration()
-        except OSError as error:
-            _log.error("certificate_not_reloaded", error=str(error))
-            return
-        self._context, self._pem, self._stamp = context, pem, stamp
-        _log.info("certificate_reloaded", path=str(self._files.certificate))
-
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        authority = self._files.client_authority
-        return grpc.ssl_server_certificate_configuration(
-            [(self._files.key.read_bytes(), self._files.certificate.read_bytes())],
-            root_certificates=authority.read_bytes() if authority is not None else None,
-        )

@@ -7,7 +7,12 @@ import sys
 
 import structlog
 
-from services.common.process import load_settings, run_service, setup_logging
+from services.common.process import (
+    load_settings,
+    reload_on_hangup,
+    run_service,
+    setup_logging,
+)
 from services.kvmeta import app
 from services.kvmeta.settings import KvmetaSettings
 
@@ -22,7 +27,8 @@ async def _serve(settings: KvmetaSettings, stop: asyncio.Event) -> None:
             port=kvmeta.port,
             metrics_port=kvmeta.metrics_port,
         )
-        await stop.wait()
+        with reload_on_hangup(kvmeta.reload):
+            await stop.wait()
         _log.info("kvmeta_stopping", grace_seconds=settings.shutdown_grace_seconds)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import structlog
@@ -13,6 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc, registry_pb2, registry_pb2_grpc
 from services.common import metrics_http, rpc_server
+from services.common.process import reload_all
+from services.common.rpc_tracing import span_interceptors
 from services.kvmeta.bell import Bell
 from services.kvmeta.clock import Clock, HostTime
 from services.kvmeta.database import open_store
@@ -26,6 +29,9 @@ from services.kvmeta.store import Store
 from services.kvmeta.sweeper import Sweeper
 
 _log = structlog.get_logger(__name__)
+
+_SPANS = {"TakeHandle": "TakeHandle", "CommitTurn": "CommitTurn", "ReturnHandle": "ReturnHandle"}
+"""Calls of turns, and the names of their spans."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Kvmeta:
     """What it remembers."""
     sweeper: Sweeper
     """What lets time pass in the store."""
+    reload: Callable[[], None]
+    """Reads the files again that may be replaced while it serves."""
 
 
 @asynccontextmanager
@@ -65,13 +73,15 @@ async def build(
         host: this machine's clocks.
 
     Raises:
-        OSError: an address cannot be bound.
+        OSError: an address cannot be bound, or a file cannot be read.
         UnavailableError: the database cannot be reached.
     """
     policy = settings.policy()
+    tls = settings.server_tls()
     metrics = KvmetaMetrics(CollectorRegistry())
     changed, released = Bell(), Bell()
     async with AsyncExitStack() as stack:
+        tracing = await stack.enter_async_context(settings.open_tracing("kvloop-kvmeta"))
         opened = await stack.enter_async_context(
             open_store(settings, policy, host or HostTime(), clock=clock, store=store)
         )
@@ -82,6 +92,7 @@ async def build(
 
         sweeper = Sweeper(
             opened.store,
+            opened.clock,
             batch_rows=settings.sweep_batch_rows,
             changed=changed,
             released=released,
@@ -119,6 +130,10 @@ async def build(
                     registry_pb2.DESCRIPTOR.services_by_name["RegistryService"],
                 ],
                 grace_seconds=settings.shutdown_grace_seconds,
+                tls=tls,
+                registry=metrics.registry,
+                drain=rpc_server.Drain(settings.drain_seconds),
+                interceptors=span_interceptors(tracing, _SPANS),
             )
         )
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -127,7 +142,7 @@ async def build(
             running.append(tasks.create_task(opened.keep_clock(), name="clock"))
         for task in running:
             stack.callback(task.cancel)
-        yield Kvmeta(port, metrics_port, metrics, opened.store, sweeper)
+        yield Kvmeta(port, metrics_port, metrics, opened.store, sweeper, partial(reload_all, tls))
 
 
 def _add_services(server: grpc.aio.Server, ledger: Ledger, registry: Registry) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 from google.protobuf.duration_pb2 import Duration
 
 from kvloop.errors import InvalidFieldError
@@ -22,6 +24,8 @@ MAX_ADDRESS = 512
 MAX_PAGE_SIZE = 1000
 DEFAULT_PAGE_SIZE = 100
 MAX_TURN = 2**53
+MAX_PINS = 10_000
+MAX_EVICTED = 1000
 MAX_DURATION_US = 30 * 24 * 3600 * MICROSECONDS
 
 
@@ -60,6 +64,18 @@ def number(value: int, field: str, *, least: int, most: int) -> int:
     if not least <= value <= most:
         raise InvalidFieldError(f"{field} is {value}, not {least} to {most}", field=field)
     return value
+
+
+def count(entries: Sized, field: str, *, least: int, most: int) -> None:
+    """A number of entries within bounds.
+
+    Raises:
+        InvalidFieldError: it is not.
+    """
+    if not least <= len(entries) <= most:
+        raise InvalidFieldError(
+            f"{field} has {len(entries)} entries, not {least} to {most}", field=field
+        )
 
 
 def duration_us(value: Duration, field: str, *, zero_allowed: bool = False) -> int:

@@ -75,6 +75,9 @@ def commit_from_proto(message: ledger_pb2.CommitTurnRequest) -> Commit:
         engine_ttl_us=bounds.duration_us(message.engine_ttl, "engine_ttl"),
         num_tokens=message.num_tokens,
         num_blocks=message.num_blocks,
+        retention_ttl_us=bounds.duration_us(
+            message.retention_ttl, "retention_ttl", zero_allowed=True
+        ),
     )
 
 
@@ -144,6 +147,10 @@ def _traits_from_proto(message: registry_pb2.EngineTraits, role: WorkerRole) -> 
         lease_renewal=message.lease_renewal,
         kv_cache_dtype=text("kv_cache_dtype"),
         nixl_version=text("nixl_version"),
+        pin_lease_us=bounds.duration_us(message.pin_lease, _trait("pin_lease"), zero_allowed=True),
+        kv_block_bytes=bounds.number(
+            message.kv_block_bytes, _trait("kv_block_bytes"), least=0, most=_INT63
+        ),
     )
 
 
@@ -161,6 +168,7 @@ def handle_to_proto(handle: Handle) -> ledger_pb2.Handle:
         transfer_params_json=handle.params,
         num_tokens=handle.num_tokens,
         num_blocks=handle.num_blocks,
+        deadline_extension=duration(handle.deadline_extension_us),
     )
 
 
@@ -176,6 +184,7 @@ def hit_to_proto(hit: Hit) -> ledger_pb2.Handle:
             params=hit.params,
             num_tokens=row.num_tokens,
             num_blocks=row.num_blocks,
+            deadline_extension_us=row.deadline_extension_us,
         )
     )
 
@@ -195,25 +204,31 @@ def release_to_proto(release: Release) -> ledger_pb2.WatchReleasesResponse:
     )
 
 
-def conversation_to_proto(row: Conversation, now_us: int) -> ledger_pb2.Conversation:
-    """A conversation as it is now."""
+def conversation_to_proto(row: Conversation, now_us: int, until_us: int) -> ledger_pb2.Conversation:
+    """A conversation as it is now, whose handle is given out until then."""
     message = ledger_pb2.Conversation(
-        key=common_pb2.ConversationKey(
-            tenant=row.key.tenant, model=row.key.model, conversation_id=row.key.conversation_id
-        ),
+        key=key_to_proto(row.key),
         state=ledger_pb2.Conversation.State.Value(f"STATE_{row.state.value}"),
         turn=row.turn,
         worker_id=row.worker_id,
         num_tokens=row.num_tokens,
         num_blocks=row.num_blocks,
         commit_time=timestamp(row.commit_time_us),
-        expire_time=timestamp(row.expire_time_us),
-        remaining_ttl=duration(max(0, row.expire_time_us - now_us)),
+        expire_time=timestamp(until_us),
+        remaining_ttl=duration(max(0, until_us - now_us)),
         revision=row.revision,
+        renewable=row.retention_ttl_us > 0,
     )
     if row.conversation_ttl_us is not None:
         message.conversation_ttl.CopyFrom(duration(row.conversation_ttl_us))
     return message
+
+
+def key_to_proto(key: ConversationKey) -> common_pb2.ConversationKey:
+    """A conversation's key."""
+    return common_pb2.ConversationKey(
+        tenant=key.tenant, model=key.model, conversation_id=key.conversation_id
+    )
 
 
 def engine_to_proto(engine: EngineRef) -> common_pb2.EngineRef:
@@ -250,6 +265,8 @@ def worker_to_proto(worker: Worker) -> registry_pb2.Worker:
             lease_renewal=traits.lease_renewal,
             kv_cache_dtype=traits.kv_cache_dtype,
             nixl_version=traits.nixl_version,
+            pin_lease=duration(traits.pin_lease_us),
+            kv_block_bytes=traits.kv_block_bytes,
         ),
         state=registry_pb2.Worker.State.Value(f"STATE_{worker.state.value}"),
     )

@@ -19,12 +19,13 @@ from services.kvmeta.clock import (
     resume_by_wall,
     resume_on_same_host,
 )
+from services.kvmeta.deadlines import Policy
 from services.kvmeta.memory_store import MemoryStore
-from services.kvmeta.rules import Policy
 from services.kvmeta.settings import KvmetaSettings
 from services.kvmeta.sql import schema
 from services.kvmeta.sql.marks import SqlMarks
 from services.kvmeta.sql.postgres import open_postgres
+from services.kvmeta.sql.releases import start_revisions
 from services.kvmeta.sql.sqlite import open_sqlite
 from services.kvmeta.sql.store import SqlStore
 from services.kvmeta.sql.transactions import Transactions
@@ -67,18 +68,25 @@ async def open_store(
     async with AsyncExitStack() as stack:
         url = sa.make_url(settings.database_url)
         shared = url.get_backend_name() == "postgresql"
+        if shared:
+            # A migration may take long, and the others wait for it.
+            async with open_postgres(url, pool_size=1, answer_timeout_seconds=None) as patient:
+                await patient.write(schema.upgrade)
         transactions: Transactions = await stack.enter_async_context(
             open_postgres(url, pool_size=settings.postgres_pool_size)
             if shared
             else open_sqlite(Path(url.database or ""))
         )
-        await transactions.write(schema.upgrade)
+        if not shared:
+            await transactions.write(schema.upgrade)
         if clock is not None:
             yield OpenStore(SqlStore(transactions, clock, policy), clock, 0, None)
             return
         marks = SqlMarks(transactions, host, server_wall=shared)
         mark, reading = await marks.load()
         resumed = (resume_by_wall if shared else resume_on_same_host)(mark, reading)
+        if mark is None:
+            await transactions.write(partial(start_revisions, at_least=resumed.ledger_us))
         ledger_clock = LedgerClock(resumed.ledger_us, reading.uptime_us, host.uptime_us)
         store = SqlStore(transactions, ledger_clock, policy)
         voided = 0

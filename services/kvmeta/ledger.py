@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from kvloop.errors import (
@@ -13,32 +13,40 @@ from kvloop.errors import (
     OutOfRangeError,
     PreconditionError,
 )
-from services.kvmeta import bell, rules
+from services.kvmeta import bell, deadlines, rules
 from services.kvmeta.bell import Bell
 from services.kvmeta.clock import Clock
+from services.kvmeta.deadlines import Policy
 from services.kvmeta.metrics import CommitOutcome, KvmetaMetrics
 from services.kvmeta.model import (
     MICROSECONDS,
     Commit,
     Conversation,
     ConversationKey,
+    EngineRef,
     HandleState,
+    HeldPin,
     MissReason,
+    PinStatus,
     Release,
+    RetainedPin,
 )
-from services.kvmeta.rules import Policy
 from services.kvmeta.store import (
     Ended,
     Forgotten,
     Hit,
     LedgerStore,
     Miss,
+    PinFilter,
+    PinPosition,
     Position,
+    Swept,
     TooManyConversations,
     TtlNotHonoured,
 )
 
 _RELEASES_AT_ONCE = 16  # each carries params of up to megabytes
+_PINS_AT_ONCE = 500  # between two of these, takes go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +108,8 @@ class Ledger:
         if isinstance(outcome, Miss):
             return outcome
         row = outcome.conversation
-        margin = rules.margin_us(row.engine_ttl_us, self._policy)
-        remaining = rules.blocks_drop_time_us(row) - margin - self._clock.now_us()
+        margin = deadlines.margin_us(row.engine_ttl_us, self._policy)
+        remaining = row.drop_time_us - margin - self._clock.now_us()
         if remaining <= 0:  # the answer comes too late to be of use
             return Miss(outcome.turn, MissReason.EXPIRED, row.worker_id)
         return Taken(outcome, remaining)
@@ -144,10 +152,7 @@ class Ledger:
                 )
             case rules.EngineGone():
                 self._metrics.committed(CommitOutcome.ENGINE_GONE)
-                raise PreconditionError(
-                    f"worker {commit.worker_id!r} holds no lease for this life of its engine",
-                    reason="ENGINE_GONE",
-                )
+                raise _engine_gone(commit.worker_id)
             case TooManyConversations():
                 self._metrics.committed(CommitOutcome.TOO_MANY_CONVERSATIONS)
                 limit = self._policy.max_conversations
@@ -189,14 +194,7 @@ class Ledger:
         if outcome is None:
             raise _unknown_conversation()
         if isinstance(outcome, TtlNotHonoured):
-            longest = rules.longest_ttl_us(outcome.engine_ttl_us, self._policy)
-            raise PreconditionError(
-                f"a TTL of {_seconds(ttl_us)} s cannot be honoured: the engine keeps blocks for "
-                f"{_seconds(outcome.engine_ttl_us)} s, of which {_seconds(longest)} s can be used",
-                reason="TTL_NOT_HONOURED",
-                ttl_seconds=_seconds(ttl_us),
-                engine_ttl_seconds=_seconds(outcome.engine_ttl_us),
-            )
+            raise self._not_honoured(ttl_us, outcome.conversation)
         return self._left_us(outcome) if outcome.state is HandleState.AVAILABLE else 0
 
     async def get(self, key: ConversationKey) -> Conversation:
@@ -215,6 +213,45 @@ class Ledger:
     ) -> list[Conversation]:
         """A tenant's conversations, most recently committed first."""
         return await self._store.conversations(tenant, model, after, limit)
+
+    async def check_pins(
+        self, worker_id: str, engine: EngineRef, pins: Sequence[HeldPin]
+    ) -> list[PinStatus]:
+        """Answer for each pin of an engine, and move the deadlines that it has confirmed.
+
+        Each pin is answered for by itself: a call with many may be seen half done.
+
+        Raises:
+            PreconditionError: ENGINE_GONE.
+        """
+        statuses: list[PinStatus] = []
+        for first in range(0, max(len(pins), 1), _PINS_AT_ONCE):
+            checked = await self._store.check_pins(
+                worker_id, engine, pins[first : first + _PINS_AT_ONCE]
+            )
+            if isinstance(checked, rules.EngineGone):
+                raise _engine_gone(worker_id)
+            statuses += checked.statuses
+            self._metrics.pins_checked(checked.statuses)
+            self._metrics.renewed(checked.renewed)
+            if checked.expired:
+                self._metrics.swept(Swept(expired=checked.expired))
+                self._released.ring()
+        return statuses
+
+    async def evict(self, worker_id: str, engine: EngineRef, turn_ids: Sequence[str]) -> list[str]:
+        """Take handles back to make room; the turns whose blocks may be freed."""
+        evicted = await self._store.evict(worker_id, engine, turn_ids)
+        self._metrics.evicted(len(evicted))
+        if evicted:
+            self._released.ring()
+        return evicted
+
+    async def pins(
+        self, which: PinFilter, after: PinPosition | None, limit: int
+    ) -> list[RetainedPin]:
+        """What workers retain, by worker, oldest first."""
+        return await self._store.pins(which, after, limit)
 
     async def watch_releases(
         self, worker_id: str, after_revision: int
@@ -242,8 +279,34 @@ class Ledger:
         """The ledger's time."""
         return self._clock.now_us()
 
+    def given_out_until_us(self, row: Conversation) -> int:
+        """When the row's handle stops being given out, as long as its pin is renewed."""
+        return deadlines.given_out_until_us(row, self._clock.now_us(), self._policy)
+
     def _left_us(self, row: Conversation) -> int:
-        return max(0, row.expire_time_us - self._clock.now_us())
+        return max(0, self.given_out_until_us(row) - self._clock.now_us())
+
+    def _not_honoured(self, ttl_us: int, row: Conversation) -> PreconditionError:
+        longest = _seconds(deadlines.longest_ttl_us(row, self._policy))
+        engine_ttl = _seconds(row.engine_ttl_us)
+        why = (
+            f"retained KV is kept for at most {longest:g} s"
+            if row.retention_ttl_us
+            else f"the engine keeps blocks for {engine_ttl:g} s, of which {longest:g} s can be used"
+        )
+        return PreconditionError(
+            f"a TTL of {_seconds(ttl_us):g} s cannot be honoured: {why}",
+            reason="TTL_NOT_HONOURED",
+            ttl_seconds=_seconds(ttl_us),
+            longest_ttl_seconds=longest,
+            engine_ttl_seconds=engine_ttl,
+        )
+
+
+def _engine_gone(worker_id: str) -> PreconditionError:
+    return PreconditionError(
+        f"worker {worker_id!r} holds no lease for this life of its engine", reason="ENGINE_GONE"
+    )
 
 
 def _unknown_conversation() -> NotFoundError:

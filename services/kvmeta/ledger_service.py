@@ -9,11 +9,14 @@ from typing import Any
 import grpc
 
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
+from services.common import tracing
+from services.common.span_attributes import HANDLE_HIT, TURN_NUMBER, miss_attributes
 from services.kvmeta import bounds, paging
 from services.kvmeta.conversion import (
     commit_from_proto,
     conversation_to_proto,
     duration,
+    engine_from_proto,
     hit_to_proto,
     key_from_proto,
     miss_reason_to_proto,
@@ -21,7 +24,15 @@ from services.kvmeta.conversion import (
     request_id_from_proto,
 )
 from services.kvmeta.ledger import Ledger
-from services.kvmeta.store import Miss, Position
+from services.kvmeta.model import Conversation
+from services.kvmeta.pin_conversion import (
+    held_pins_from_proto,
+    pin_filter_from_proto,
+    pin_status_to_proto,
+    pin_to_proto,
+    turn_ids_from_proto,
+)
+from services.kvmeta.store import Miss, PinPosition, Position
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -39,12 +50,16 @@ class LedgerService(ledger_pb2_grpc.LedgerServiceServicer):
         outcome = await self._ledger.take(
             key_from_proto(request.key), request_id_from_proto(request.request_id)
         )
+        span = tracing.current()
         if isinstance(outcome, Miss):
+            reason = miss_reason_to_proto(outcome.reason)
+            span.tell({HANDLE_HIT: False, TURN_NUMBER: outcome.turn, **miss_attributes(reason)})
             return ledger_pb2.TakeHandleResponse(
                 turn=outcome.turn,
-                miss_reason=miss_reason_to_proto(outcome.reason),
+                miss_reason=reason,
                 last_worker_id=outcome.last_worker_id,
             )
+        span.tell({HANDLE_HIT: True, TURN_NUMBER: outcome.hit.turn})
         return ledger_pb2.TakeHandleResponse(
             turn=outcome.hit.turn,
             handle=hit_to_proto(outcome.hit),
@@ -96,7 +111,7 @@ class LedgerService(ledger_pb2_grpc.LedgerServiceServicer):
         """Read one conversation."""
         row = await self._ledger.get(key_from_proto(request.key))
         return ledger_pb2.GetConversationResponse(
-            conversation=conversation_to_proto(row, self._ledger.now_us())
+            conversation=self._conversation(row, self._ledger.now_us())
         )
 
     async def ListConversations(
@@ -116,7 +131,52 @@ class LedgerService(ledger_pb2_grpc.LedgerServiceServicer):
             token = paging.conversation_token(query, position)
         now_us = self._ledger.now_us()
         return ledger_pb2.ListConversationsResponse(
-            conversations=[conversation_to_proto(row, now_us) for row in rows[:size]],
+            conversations=[self._conversation(row, now_us) for row in rows[:size]],
+            next_page_token=token,
+        )
+
+    async def RenewPins(
+        self, request: ledger_pb2.RenewPinsRequest, context: _Context
+    ) -> ledger_pb2.RenewPinsResponse:
+        """Say what shall become of a worker's pins."""
+        worker_id = bounds.text(request.worker_id, "worker_id", most=bounds.MAX_WORKER_ID)
+        engine = engine_from_proto(request.engine, "engine")
+        bounds.count(request.pins, "pins", least=0, most=bounds.MAX_PINS)
+        pins = held_pins_from_proto(request.pins)
+        statuses = await self._ledger.check_pins(worker_id, engine, pins)
+        return ledger_pb2.RenewPinsResponse(pins=map(pin_status_to_proto, statuses))
+
+    async def EvictHandles(
+        self, request: ledger_pb2.EvictHandlesRequest, context: _Context
+    ) -> ledger_pb2.EvictHandlesResponse:
+        """Take handles back to make room."""
+        worker_id = bounds.text(request.worker_id, "worker_id", most=bounds.MAX_WORKER_ID)
+        engine = engine_from_proto(request.engine, "engine")
+        bounds.count(request.turn_ids, "turn_ids", least=1, most=bounds.MAX_EVICTED)
+        turn_ids = turn_ids_from_proto(request.turn_ids)
+        evicted = await self._ledger.evict(worker_id, engine, turn_ids)
+        return ledger_pb2.EvictHandlesResponse(evicted_turn_ids=evicted)
+
+    async def ListPins(
+        self, request: ledger_pb2.ListPinsRequest, context: _Context
+    ) -> ledger_pb2.ListPinsResponse:
+        """List what workers retain."""
+        which = pin_filter_from_proto(request)
+        size = bounds.page_size(request.page_size)
+        query = [which.worker_id or "", which.tenant or "", which.model or ""]
+        after = paging.pin_position(query, request.page_token)
+        pins = await self._ledger.pins(which, after, size + 1)
+        token = ""
+        if len(pins) > size:
+            last = pins[size - 1].conversation
+            position = PinPosition(last.worker_id, last.commit_time_us, last.key)
+            token = paging.pin_token(query, position)
+        now_us = self._ledger.now_us()
+        return ledger_pb2.ListPinsResponse(
+            pins=[
+                pin_to_proto(pin, now_us, self._ledger.given_out_until_us(pin.conversation))
+                for pin in pins[:size]
+            ],
             next_page_token=token,
         )
 
@@ -130,3 +190,6 @@ class LedgerService(ledger_pb2_grpc.LedgerServiceServicer):
         ) as releases:
             async for release in releases:
                 yield release_to_proto(release)
+
+    def _conversation(self, row: Conversation, now_us: int) -> ledger_pb2.Conversation:
+        return conversation_to_proto(row, now_us, self._ledger.given_out_until_us(row))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-from services.kvmeta import rules
+from services.kvmeta.deadlines import Policy
 from services.kvmeta.model import Conversation, Handle, Release, ReleaseCause
-from services.kvmeta.rules import Policy
 from services.kvmeta.store import Forgotten
 
 
@@ -15,17 +14,18 @@ class MemoryReleases:
 
     Args:
         policy: gives the retention.
+        first_revision: above every revision that an earlier log gave out.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, first_revision: int) -> None:
         self._policy = policy
         self._entries: list[tuple[int, Release]] = []
-        self._revision = 0
+        self._revision = self._first_revision = first_revision
         self._floors: dict[str, int] = {}
 
     def write(self, row: Conversation, params: bytes, cause: ReleaseCause, now_us: int) -> None:
         """Log a release of the conversation's handle, if its engine still holds it."""
-        if rules.blocks_drop_time_us(row) <= now_us:
+        if row.drop_time_us <= now_us:
             return
         self._revision += 1
         handle = Handle(
@@ -36,13 +36,14 @@ class MemoryReleases:
             params=params,
             num_tokens=row.num_tokens,
             num_blocks=row.num_blocks,
+            deadline_extension_us=row.deadline_extension_us,
         )
-        due = rules.blocks_drop_time_us(row) + self._policy.release_retention_us
+        due = row.drop_time_us + self._policy.release_retention_us
         self._entries.append((due, Release(self._revision, handle, cause)))
 
     def after(self, worker_id: str, after_revision: int, limit: int) -> list[Release] | Forgotten:
         """See LedgerStore.releases."""
-        floor = self._floors.get(worker_id, 0)
+        floor = self._floors.get(worker_id, self._first_revision)
         if after_revision > 0 and not floor <= after_revision <= self._revision:
             return Forgotten()
         found = (

@@ -5,15 +5,15 @@ Nothing awaits inside a method, so the event loop makes each one atomic.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from services.kvmeta import rules
+from services.kvmeta import memory_pins, rules
 from services.kvmeta.clock import Clock
+from services.kvmeta.deadlines import Policy, longest_ttl_us
 from services.kvmeta.memory_releases import MemoryReleases
+from services.kvmeta.memory_rows import MemoryRows
+from services.kvmeta.memory_workers import MemoryWorkers
 from services.kvmeta.model import (
     LIVE_STATES,
     Commit,
@@ -21,21 +21,26 @@ from services.kvmeta.model import (
     ConversationKey,
     EngineRef,
     HandleState,
+    HeldPin,
     MissReason,
     Release,
     ReleaseCause,
     Retained,
+    RetainedPin,
     Worker,
     WorkerRecord,
     WorkerRole,
     WorkerState,
 )
-from services.kvmeta.rules import CommitVerdict, Policy
+from services.kvmeta.rules import CommitVerdict, EngineGone
 from services.kvmeta.store import (
     Ended,
     Forgotten,
     Hit,
     Miss,
+    PinFilter,
+    PinPosition,
+    PinsChecked,
     Position,
     Renewal,
     Swept,
@@ -55,14 +60,11 @@ class MemoryStore:
     def __init__(self, clock: Clock, policy: Policy) -> None:
         self._clock = clock
         self._policy = policy
-        self._rows: dict[ConversationKey, Conversation] = {}
-        self._params: dict[ConversationKey, bytes] = {}
-        self._per_tenant: Counter[str] = Counter()
-        self._due: list[tuple[int, int, ConversationKey]] = []
-        self._tiebreak = itertools.count()
-        self._log = MemoryReleases(policy)
-        self._workers: dict[str, WorkerRecord] = {}
-        self._registry_revision = 0
+        # Revisions go on from the time, so that watchers of an earlier process
+        # find theirs out of range instead of resuming in another history.
+        self._log = MemoryReleases(policy, first_revision=clock.now_us())
+        self._workers = MemoryWorkers(first_revision=clock.now_us())
+        self._rows = MemoryRows(policy, self._log)
 
     async def take(self, key: ConversationKey, request_id: str) -> Hit | Miss:
         """See LedgerStore."""
@@ -70,16 +72,15 @@ class MemoryStore:
         row = self._rows.get(key)
         if row is None:
             return Miss(rules.FIRST_TURN, MissReason.FIRST_TURN, "")
-        alive = self._engine_alive(row.worker_id, row.engine, now)
+        alive = self._workers.engine_alive(row.worker_id, row.engine, now)
         if rules.may_take(row, request_id, now, engine_alive=alive):
-            row = self._put(rules.taken(row, request_id, now))
-            return Hit(row.take_turn, row, self._params[key])
+            row = self._rows.put(rules.taken(row, request_id, now))
+            return Hit(row.take_turn, row, self._rows.params(key))
         if rules.is_repeated_take(row, request_id, now):
-            return Hit(row.take_turn, row, self._params[key])
+            return Hit(row.take_turn, row, self._rows.params(key))
         reason = rules.miss_reason(row, request_id, now, engine_alive=alive)
-        row = self._put(rules.turn_opened(row, now, self._policy))
-        worker = self._workers.get(row.worker_id)
-        here = worker is not None and not worker.removed and worker.lease_expire_us > now
+        row = self._rows.put(rules.turn_opened(row, now, self._policy))
+        here = self._workers.is_here(row.worker_id, now)
         return Miss(row.issued_turn, reason, row.worker_id if here else "")
 
     async def commit(self, commit: Commit, handle_id: str) -> CommitVerdict | TooManyConversations:
@@ -92,16 +93,15 @@ class MemoryStore:
             handle_id,
             now,
             self._policy,
-            engine_alive=self._engine_alive(commit.worker_id, commit.engine, now),
+            engine_alive=self._workers.engine_alive(commit.worker_id, commit.engine, now),
         )
         if not isinstance(verdict, rules.Stored):
             return verdict
-        if old is None and self._is_full(commit.key.tenant):
+        if old is None and self._rows.is_full(commit.key.tenant):
             return TooManyConversations()
         if old is not None and verdict.release_old:
-            self._release([old], ReleaseCause.SUPERSEDED, now)
-        self._put(verdict.row)
-        self._params[commit.key] = commit.params
+            self._rows.release([old], ReleaseCause.SUPERSEDED, now)
+        self._rows.put(verdict.row, commit.params)
         return verdict
 
     async def give_back(self, key: ConversationKey, handle_id: str, request_id: str) -> int | None:
@@ -110,9 +110,9 @@ class MemoryStore:
         row = rules.returned(self._rows.get(key), handle_id, request_id, now, self._policy)
         if row is None:
             return None
-        self._put(row)
+        self._rows.put(row)
         if row.state is HandleState.RELEASED:
-            self._release([row], ReleaseCause.ENDED, now)
+            self._rows.release([row], ReleaseCause.ENDED, now)
         return row.revision
 
     async def end(self, key: ConversationKey) -> Ended:
@@ -120,13 +120,13 @@ class MemoryStore:
         now = self._clock.now_us()
         old = self._rows.get(key)
         if old is None:
-            if not self._is_full(key.tenant):
-                self._put(rules.ended_before_first_turn(key, now, self._policy))
+            if not self._rows.is_full(key.tenant):
+                self._rows.put(rules.ended_before_first_turn(key, now, self._policy))
             return Ended(found=False, released=False)
-        self._put(rules.ended(old, now, self._policy))
+        self._rows.put(rules.ended(old, now, self._policy))
         released = old.state is HandleState.AVAILABLE
         if released:
-            self._release([old], ReleaseCause.ENDED, now)
+            self._rows.release([old], ReleaseCause.ENDED, now)
         return Ended(found=old.turn > 0, released=released)
 
     async def extend(
@@ -136,9 +136,9 @@ class MemoryStore:
         row = self._rows.get(key)
         if row is None or row.turn == 0:
             return None
-        if ttl_us > rules.longest_ttl_us(row.engine_ttl_us, self._policy):
-            return TtlNotHonoured(row.engine_ttl_us)
-        return self._put(rules.extended(row, ttl_us, self._clock.now_us()))
+        if ttl_us > longest_ttl_us(row, self._policy):
+            return TtlNotHonoured(row)
+        return self._rows.put(rules.extended(row, ttl_us, self._clock.now_us(), self._policy))
 
     async def get(self, key: ConversationKey) -> Conversation | None:
         """See LedgerStore."""
@@ -156,13 +156,34 @@ class MemoryStore:
         bound = (-after.commit_time_us, after.model, after.conversation_id) if after else None
         rows = [
             row
-            for row in self._rows.values()
+            for row in self._rows.all()
             if row.key.tenant == tenant
             and row.turn > 0
             and (model is None or row.key.model == model)
             and (bound is None or position(row) > bound)
         ]
         return sorted(rows, key=position)[:limit]
+
+    async def check_pins(
+        self, worker_id: str, engine: EngineRef, pins: Sequence[HeldPin]
+    ) -> PinsChecked | EngineGone:
+        """See LedgerStore."""
+        now = self._clock.now_us()
+        if not self._workers.engine_alive(worker_id, engine, now):
+            return EngineGone()
+        return memory_pins.check(self._rows, worker_id, engine, pins, now, self._policy)
+
+    async def evict(self, worker_id: str, engine: EngineRef, turn_ids: Sequence[str]) -> list[str]:
+        """See LedgerStore."""
+        now = self._clock.now_us()
+        return memory_pins.evict(self._rows, worker_id, engine, turn_ids, now, self._policy)
+
+    async def pins(
+        self, which: PinFilter, after: PinPosition | None, limit: int
+    ) -> list[RetainedPin]:
+        """See LedgerStore."""
+        now = self._clock.now_us()
+        return memory_pins.page(self._rows, which, after, limit, now, self._workers.block_bytes)
 
     async def releases(
         self, worker_id: str, after_revision: int, limit: int
@@ -175,22 +196,21 @@ class MemoryStore:
         now = self._clock.now_us()
         expired: list[Conversation] = []
         spent = forgotten = 0
-        while self._due and self._due[0][0] <= now and len(expired) + spent + forgotten < limit:
-            due, _, key = heapq.heappop(self._due)
-            old = self._rows.get(key)
-            if old is None or old.due_time_us != due:
-                continue  # it was put off, and waits in the heap under another time
+        while len(expired) + spent + forgotten < limit:
+            old = self._rows.pop_due(now)
+            if old is None:
+                break
             new = rules.swept(old, now, self._policy)
             if new is None:
-                self._forget(key)
+                self._rows.forget(old.key)
                 forgotten += 1
                 continue
-            self._put(new)
+            self._rows.put(new)
             if new.state is HandleState.EXPIRED:
                 expired.append(old)
             else:
                 spent += 1
-        self._release(expired, ReleaseCause.EXPIRED, now)
+        self._rows.release(expired, ReleaseCause.EXPIRED, now)
         more = len(expired) + spent + forgotten == limit
         return Swept(len(expired), spent, forgotten, more)
 
@@ -208,34 +228,24 @@ class MemoryStore:
         voided = self._void(
             lambda row: row.worker_id == worker.worker_id and row.engine != worker.engine, now
         )
-        self._workers[worker.worker_id] = WorkerRecord(
-            worker=worker,
-            lease_id=lease_id,
-            lease_ttl_us=lease_ttl_us,
-            lease_expire_us=now + lease_ttl_us,
-            removed=False,
-            revision=self._next_registry_revision(),
-        )
+        self._workers.add(worker, lease_id, lease_ttl_us, now)
         return voided
 
     async def keep_alive(self, lease_id: str, state: WorkerState | None) -> Renewal | None:
         """See RegistryStore."""
         now = self._clock.now_us()
-        record = self._by_lease(lease_id)
+        record = self._workers.by_lease(lease_id)
         if record is None or record.lease_expire_us <= now:
             return None
-        renewed = replace(record, lease_expire_us=now + record.lease_ttl_us)
+        self._workers.renew(record, now)
         state_changed = state is not None and state is not record.worker.state
         if state is not None and state_changed:
-            worker = replace(record.worker, state=state)
-            revision = self._next_registry_revision()
-            renewed = replace(renewed, worker=worker, revision=revision)
-        self._workers[record.worker.worker_id] = renewed
+            self._workers.change(replace(record.worker, state=state))
         return Renewal(record.lease_ttl_us, state_changed)
 
     async def end_lease(self, lease_id: str) -> str | None:
         """See RegistryStore."""
-        record = self._by_lease(lease_id)
+        record = self._workers.by_lease(lease_id)
         if record is None:
             return None
         self._remove(record, self._clock.now_us())
@@ -244,7 +254,9 @@ class MemoryStore:
     async def end_leases(self, limit: int) -> list[str]:
         """See RegistryStore."""
         now = self._clock.now_us()
-        over = [record for record in self._with_lease() if record.lease_expire_us <= now][:limit]
+        over = [record for record in self._workers.with_lease() if record.lease_expire_us <= now][
+            :limit
+        ]
         for record in over:
             self._remove(record, now)
         return [record.worker.worker_id for record in over]
@@ -252,23 +264,16 @@ class MemoryStore:
     async def extend_leases(self) -> int:
         """See RegistryStore."""
         now = self._clock.now_us()
-        records = list(self._with_lease())
+        records = self._workers.with_lease()
         for record in records:
-            self._workers[record.worker.worker_id] = replace(
-                record, lease_expire_us=now + record.lease_ttl_us
-            )
+            self._workers.renew(record, now)
         return len(records)
 
     async def forget_workers(self, limit: int) -> int:
         """See RegistryStore."""
         before = self._clock.now_us() - self._policy.dead_retention_us
-        gone = sorted(
-            worker_id
-            for worker_id, record in self._workers.items()
-            if record.removed and record.lease_expire_us <= before
-        )[:limit]
+        gone = self._workers.forget(limit, before)
         for worker_id in gone:
-            del self._workers[worker_id]
             self._log.forget_worker(worker_id)
         return len(gone)
 
@@ -279,7 +284,7 @@ class MemoryStore:
         now = self._clock.now_us()
         records = [
             record
-            for record in self._with_lease()
+            for record in self._workers.with_lease()
             if record.lease_expire_us > now
             and record.worker.worker_id > after
             and (model is None or record.worker.model == model)
@@ -289,38 +294,16 @@ class MemoryStore:
 
     async def registry(self) -> tuple[int, list[WorkerRecord]]:
         """See RegistryStore."""
-        return self._registry_revision, list(self._with_lease())
+        return self._workers.revision, self._workers.with_lease()
 
-    async def worker_changes(self, after_revision: int) -> list[WorkerRecord]:
+    async def worker_changes(self, after_revision: int) -> list[WorkerRecord] | Forgotten:
         """See RegistryStore."""
-        changed = (each for each in self._workers.values() if each.revision > after_revision)
-        return sorted(changed, key=lambda record: record.revision)
-
-    def _put(self, row: Conversation) -> Conversation:
-        old = self._rows.get(row.key)
-        if old is None:
-            self._per_tenant[row.key.tenant] += 1
-        if old is None or old.due_time_us != row.due_time_us:
-            heapq.heappush(self._due, (row.due_time_us, next(self._tiebreak), row.key))
-        self._rows[row.key] = row
-        return row
-
-    def _forget(self, key: ConversationKey) -> None:
-        del self._rows[key]
-        self._params.pop(key, None)
-        self._per_tenant[key.tenant] -= 1
-
-    def _is_full(self, tenant: str) -> bool:
-        return self._per_tenant[tenant] >= self._policy.max_conversations
-
-    def _release(self, rows: Iterable[Conversation], cause: ReleaseCause, now_us: int) -> None:
-        for row in rows:
-            self._log.write(row, self._params[row.key], cause, now_us)
+        return self._workers.changes(after_revision)
 
     def _void(self, which: Callable[[Conversation], bool], now_us: int) -> int:
-        rows = [row for row in self._rows.values() if row.state in LIVE_STATES and which(row)]
+        rows = [row for row in self._rows.all() if row.state in LIVE_STATES and which(row)]
         for row in rows:
-            self._put(rules.died(row, HandleState.VOID, now_us, self._policy))
+            self._rows.put(rules.died(row, HandleState.VOID, now_us, self._policy))
         return len(rows)
 
     def _remove(self, record: WorkerRecord, now_us: int) -> None:
@@ -330,39 +313,16 @@ class MemoryStore:
             return row.worker_id == worker.worker_id and row.engine == worker.engine
 
         unused = [
-            row for row in self._rows.values() if row.state is HandleState.AVAILABLE and held(row)
+            row for row in self._rows.all() if row.state is HandleState.AVAILABLE and held(row)
         ]
-        self._release(unused, ReleaseCause.LEASE_ENDED, now_us)
+        self._rows.release(unused, ReleaseCause.LEASE_ENDED, now_us)
         self._void(held, now_us)
-        self._workers[worker.worker_id] = replace(
-            record, removed=True, lease_expire_us=now_us, revision=self._next_registry_revision()
-        )
-
-    def _next_registry_revision(self) -> int:
-        self._registry_revision += 1
-        return self._registry_revision
-
-    def _engine_alive(self, worker_id: str, engine: EngineRef, now_us: int) -> bool:
-        record = self._workers.get(worker_id)
-        return (
-            record is not None
-            and not record.removed
-            and record.lease_expire_us > now_us
-            and record.worker.engine == engine
-        )
-
-    def _by_lease(self, lease_id: str) -> WorkerRecord | None:
-        return next((each for each in self._with_lease() if each.lease_id == lease_id), None)
-
-    def _with_lease(self) -> list[WorkerRecord]:
-        return [
-            self._workers[name] for name in sorted(self._workers) if not self._workers[name].removed
-        ]
+        self._workers.remove(record, now_us)
 
     def _retained(self, worker: Worker) -> Retained:
         held = [
             row.num_blocks
-            for row in self._rows.values()
+            for row in self._rows.all()
             if row.state is HandleState.AVAILABLE
             and row.worker_id == worker.worker_id
             and row.engine == worker.engine

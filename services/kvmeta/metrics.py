@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
+from collections.abc import Iterable
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter
 
-from services.kvmeta.model import MissReason
+from services.kvmeta.model import MissReason, PinStatus
 from services.kvmeta.store import Swept
 
 
@@ -48,6 +50,23 @@ class KvmetaMetrics:
             ["outcome"],
             registry=registry,
         )
+        self._pins = Counter(
+            "kvloop_kvmeta_pins",
+            "Pins that workers asked about, by what the ledger said. A worker asks for "
+            "each once or twice per interval.",
+            ["verdict"],
+            registry=registry,
+        )
+        self._renewed = Counter(
+            "kvloop_kvmeta_renewed_handles",
+            "Handles whose deadline moved because their pin was renewed.",
+            registry=registry,
+        )
+        self._evicted = Counter(
+            "kvloop_kvmeta_evicted_handles",
+            "Handles taken back to make room on their engine.",
+            registry=registry,
+        )
         self._voided = Counter(
             "kvloop_kvmeta_voided_handles",
             "Handles that became VOID because their engine was replaced, or because "
@@ -75,6 +94,19 @@ class KvmetaMetrics:
         self._swept.labels("expired").inc(swept.expired)
         self._swept.labels("spent").inc(swept.spent)
         self._swept.labels("forgotten").inc(swept.forgotten)
+
+    def pins_checked(self, statuses: Iterable[PinStatus]) -> None:
+        """Count the answers for pins."""
+        for verdict, count in Counts(status.verdict for status in statuses).items():
+            self._pins.labels(verdict.value.lower()).inc(count)
+
+    def renewed(self, handles: int) -> None:
+        """Count handles whose deadline moved."""
+        self._renewed.inc(handles)
+
+    def evicted(self, handles: int) -> None:
+        """Count handles taken back to make room."""
+        self._evicted.inc(handles)
 
     def voided(self, handles: int) -> None:
         """Count handles that became VOID."""

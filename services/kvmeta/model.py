@@ -35,6 +35,7 @@ class MissReason(StrEnum):
     RELEASED = "RELEASED"
     EXPIRED = "EXPIRED"
     VOID = "VOID"
+    EVICTED = "EVICTED"
 
 
 class ReleaseCause(StrEnum):
@@ -81,6 +82,8 @@ class Conversation:
     conversation_ttl_us: int | None
     """Set by ExtendConversation; None if the engine's TTL applies."""
     state: HandleState
+    release_cause: ReleaseCause | None
+    """Why the handle is RELEASED; None in every other state."""
     turn: int
     """Turn that left the handle behind; 0 if there is no handle."""
     handle_id: str
@@ -100,7 +103,14 @@ class Conversation:
     expire_time_us: int
     """When the handle stops being given out."""
     engine_ttl_us: int
-    """How long after the commit the engine drops the blocks by itself."""
+    """How long after the commit the engine drops the blocks unless they are renewed."""
+    retention_ttl_us: int
+    """How long after the commit the worker can keep the blocks by renewing their
+    pin; 0 if it cannot be renewed."""
+    drop_time_us: int
+    """When the engine drops the blocks, by all that it has confirmed."""
+    deadline_extension_us: int
+    """By how much renewals have moved the engine's deadline since the commit."""
     due_time_us: int
     """When the sweeper has to look at this row next."""
     revision: int
@@ -118,6 +128,8 @@ class Handle:
     params: bytes
     num_tokens: int
     num_blocks: int
+    deadline_extension_us: int
+    """By how much the engine's deadline was moved since the params were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +158,52 @@ class Commit:
     engine_ttl_us: int
     num_tokens: int
     num_blocks: int
+    retention_ttl_us: int = 0
+    """How long renewals can keep the blocks; 0 if they cannot be renewed."""
+
+
+class PinVerdict(StrEnum):
+    """What shall become of a pin; the same words as PinStatus.Verdict."""
+
+    WANTED = "WANTED"
+    IN_USE = "IN_USE"
+    RELEASE = "RELEASE"
+    UNOWNED = "UNOWNED"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPin:
+    """The retained KV of one finished turn, as its engine holds it."""
+
+    turn_id: str
+    """The request that committed the turn."""
+    engine_remaining_us: int
+    """Time until the engine drops the blocks by itself."""
+    deadline_extension_us: int
+    """By how much renewals have moved the engine's deadline, in total."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinStatus:
+    """The ledger's answer for one pin. An UNOWNED one has no conversation."""
+
+    turn_id: str
+    verdict: PinVerdict
+    key: ConversationKey | None = None
+    wanted_for_us: int = 0
+    """How much longer the conversation wants a WANTED pin."""
+    age_us: int = 0
+    """Time since the commit."""
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RetainedPin:
+    """Retained KV with the conversation that owns it."""
+
+    conversation: Conversation
+    kv_block_bytes: int
+    """Memory of one of its blocks; 0 if the worker did not say."""
 
 
 class WorkerRole(StrEnum):
@@ -188,6 +246,10 @@ class EngineTraits:
     lease_renewal: bool
     kv_cache_dtype: str
     nixl_version: str
+    pin_lease_us: int = 0
+    """How long blocks are kept without a renewal; 0 if pins are not renewed."""
+    kv_block_bytes: int = 0
+    """Memory of one block over all layers and ranks; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +276,8 @@ class WorkerRecord:
     lease_expire_us: int
     """When the lease ends, or when it ended if `removed`."""
     removed: bool
+    added_revision: int
+    """Registry revision at which it was new, or came back after its removal."""
     revision: int
     """Registry revision of the last change, lease renewals not counted."""
 

@@ -9,7 +9,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from kvloop.errors import InvalidFieldError
-from services.kvmeta.store import Position
+from services.kvmeta.model import ConversationKey
+from services.kvmeta.store import PinPosition, Position
 
 T = TypeVar("T")
 
@@ -28,6 +29,15 @@ class _ConversationToken(msgspec.Struct, array_like=True, tag="c", forbid_unknow
 class _WorkerToken(msgspec.Struct, array_like=True, tag="w", forbid_unknown_fields=True):
     query: list[str]
     worker_id: _Text
+
+
+class _PinToken(msgspec.Struct, array_like=True, tag="p", forbid_unknown_fields=True):
+    query: list[str]
+    worker_id: _Text
+    commit_time_us: _Time
+    tenant: _Text
+    model: _Text
+    conversation_id: _Text
 
 
 def conversation_token(query: list[str], last: Position) -> str:
@@ -64,6 +74,35 @@ def worker_position(query: list[str], token: str) -> str:
     made = _decode(token, _WorkerToken)
     _check_query(made.query, query)
     return made.worker_id
+
+
+def pin_token(query: list[str], last: PinPosition) -> str:
+    """The token of the page after `last`, for the same query only."""
+    key = last.key
+    return _encode(
+        _PinToken(
+            query,
+            last.worker_id,
+            last.commit_time_us,
+            key.tenant,
+            key.model,
+            key.conversation_id,
+        )
+    )
+
+
+def pin_position(query: list[str], token: str) -> PinPosition | None:
+    """Where the page begins; None for the first page.
+
+    Raises:
+        InvalidFieldError: the token was not made by this query.
+    """
+    if not token:
+        return None
+    made = _decode(token, _PinToken)
+    _check_query(made.query, query)
+    key = ConversationKey(made.tenant, made.model, made.conversation_id)
+    return PinPosition(made.worker_id, made.commit_time_us, key)
 
 
 def _encode(token: msgspec.Struct) -> str:

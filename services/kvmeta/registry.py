@@ -9,10 +9,11 @@ from enum import StrEnum
 
 import structlog
 
-from kvloop.errors import PreconditionError
+from kvloop.errors import OutOfRangeError, PreconditionError
 from services.common.addresses import is_loopback, split_host_port
-from services.kvmeta import bell, rules
+from services.kvmeta import bell, deadlines
 from services.kvmeta.bell import Bell
+from services.kvmeta.deadlines import Policy
 from services.kvmeta.metrics import KvmetaMetrics
 from services.kvmeta.model import (
     MICROSECONDS,
@@ -22,12 +23,11 @@ from services.kvmeta.model import (
     WorkerRole,
     WorkerState,
 )
-from services.kvmeta.rules import Policy
-from services.kvmeta.store import RegistryStore
+from services.kvmeta.store import Forgotten, RegistryStore
 
 _log = structlog.get_logger(__name__)
 
-CONTRACT_VERSIONS = frozenset({1})
+CONTRACT_VERSIONS = frozenset({1, 2})
 """Versions of the handle format that workers may speak. The ledger never looks
 inside a handle, but a prefill engine must understand what decode wrote."""
 
@@ -154,22 +154,48 @@ class Registry:
         """Live workers above an id, by id."""
         return await self._store.workers(model, role, after, limit)
 
-    async def watch(self) -> AsyncGenerator[Change, None]:
-        """The live workers, SYNCED, then changes as they come. Never ends."""
+    async def watch(self, after_revision: int) -> AsyncGenerator[Change, None]:
+        """The live workers, or what changed above a revision; SYNCED; then changes as
+        they come. Never ends.
+
+        Every change has a revision above those before it, also in the first state:
+        a watcher may resume after any that it has handled. It may then be told of
+        the removal of a worker that it has never seen.
+
+        Args:
+            after_revision: the last revision that the watcher has handled; 0 if none.
+
+        Raises:
+            OutOfRangeError: REVISION_FORGOTTEN.
+        """
         rung = self._changed.listen()
-        revision, records = await self._store.registry()
-        known = {record.worker.worker_id for record in records}
-        for record in records:
-            yield Change(ChangeType.ADDED, record.worker, record.revision)
+        revision = after_revision
+        if revision == 0:
+            revision, records = await self._store.registry()
+            for record in sorted(records, key=lambda each: each.revision):
+                yield Change(ChangeType.ADDED, record.worker, record.revision)
+        else:
+            for record, change in await self._changes(revision):
+                if change is not None:
+                    yield change
+                revision = record.revision
         yield Change(ChangeType.SYNCED, None, revision)
         while True:
             await bell.wait(rung, self._watch_poll_seconds)
             rung = self._changed.listen()
-            for record in await self._store.worker_changes(revision):
+            for record, change in await self._changes(revision):
+                if change is not None:
+                    yield change
                 revision = record.revision
-                kind = _change_type(record, known)
-                if kind is not None:
-                    yield Change(kind, record.worker, revision)
+
+    async def _changes(self, after_revision: int) -> list[tuple[WorkerRecord, Change | None]]:
+        found = await self._store.worker_changes(after_revision)
+        if isinstance(found, Forgotten):
+            raise OutOfRangeError(
+                f"worker changes after revision {after_revision} are not remembered; watch from 0",
+                reason="REVISION_FORGOTTEN",
+            )
+        return [(record, _change(record, after_revision)) for record in found]
 
 
 def check_admission(worker: Worker, policy: Policy) -> None:
@@ -200,11 +226,12 @@ def check_admission(worker: Worker, policy: Policy) -> None:
     engine_ttl, wanted = traits.decoder_kv_blocks_ttl_us, policy.handle_ttl_us
     if not _leaves_handles(worker) or wanted is None:
         return
-    if wanted > rules.longest_ttl_us(engine_ttl, policy):
+    margin = deadlines.margin_us(engine_ttl, policy)
+    if wanted > engine_ttl - margin:
         raise PreconditionError(
             f"the ledger gives handles out for {wanted / MICROSECONDS:g} s, but the engine keeps "
             f"blocks for {engine_ttl / MICROSECONDS:g} s, of which a margin of "
-            f"{rules.margin_us(engine_ttl, policy) / MICROSECONDS:g} s is not used",
+            f"{margin / MICROSECONDS:g} s is not used",
             reason="LEDGER_TTL_TOO_LONG",
             handle_ttl_seconds=wanted / MICROSECONDS,
             engine_ttl_seconds=engine_ttl / MICROSECONDS,
@@ -218,18 +245,19 @@ def _leaves_handles(worker: Worker) -> bool:
 def _handle_ttl_us(worker: Worker, policy: Policy) -> int:
     if not _leaves_handles(worker):
         return 0
-    return rules.handle_ttl_us(worker.traits.decoder_kv_blocks_ttl_us, None, policy)
+    engine_ttl = worker.traits.decoder_kv_blocks_ttl_us
+    wanted = deadlines.wanted_ttl_us(engine_ttl, 0, None, policy)
+    if worker.traits.pin_lease_us > 0:  # renewals carry the deadline to its end
+        return wanted
+    return deadlines.expire_time_us(wanted, engine_ttl, engine_ttl, policy)
 
 
-def _change_type(record: WorkerRecord, known: set[str]) -> ChangeType | None:
-    """What a change is to a watcher that knows these workers; None if nothing."""
-    worker_id = record.worker.worker_id
+def _change(record: WorkerRecord, after_revision: int) -> Change | None:
+    """What a record is to a watcher that has handled a revision below it; None if
+    the worker came and went in between."""
+    was_there = record.added_revision <= after_revision
     if record.removed:
-        if worker_id not in known:
-            return None
-        known.remove(worker_id)
-        return ChangeType.REMOVED
-    if worker_id in known:
-        return ChangeType.CHANGED
-    known.add(worker_id)
-    return ChangeType.ADDED
+        kind = ChangeType.REMOVED if was_there else None
+    else:
+        kind = ChangeType.CHANGED if was_there else ChangeType.ADDED
+    return Change(kind, record.worker, record.revision) if kind else None

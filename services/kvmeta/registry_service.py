@@ -86,7 +86,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.WatchWorkersRequest, context: _Context
     ) -> AsyncIterator[registry_pb2.WatchWorkersResponse]:
         """Stream the live workers and every change."""
-        async with aclosing(self._registry.watch()) as changes:
+        async with aclosing(self._registry.watch(request.after_revision)) as changes:
             async for change in changes:
                 yield change_to_proto(change)
 

@@ -9,6 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from services.kvmeta.deadlines import (
+    Policy,
+    committed_expire_us,
+    expire_time_us,
+    wanted_until_us,
+)
 from services.kvmeta.model import (
     LIVE_STATES,
     Commit,
@@ -17,6 +23,7 @@ from services.kvmeta.model import (
     EngineRef,
     HandleState,
     MissReason,
+    ReleaseCause,
 )
 
 FIRST_TURN = 1
@@ -24,48 +31,6 @@ FIRST_TURN = 1
 
 GIVEN_OUT = (HandleState.TAKEN, HandleState.SPENT)
 """States whose blocks may have been read, so that nothing is left to free."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The deployment's durations, in microseconds."""
-
-    handle_margin_us: int
-    """Handles stop being given out this much before the engine's deadline."""
-    handle_ttl_us: int | None
-    """How long handles are given out at most; None for the engine's TTL."""
-    dead_retention_us: int
-    """How long a row without a usable handle is remembered."""
-    release_retention_us: int
-    """How long a release is remembered."""
-    max_conversations: int
-    """Rows that one tenant may have."""
-
-
-def margin_us(engine_ttl_us: int, policy: Policy) -> int:
-    """Safety margin before the engine's deadline: at most a tenth of its TTL.
-
-    The margin covers the pull itself, the commit's way to the ledger and the
-    drift between two clocks. With a TTL of seconds those are small too.
-    """
-    return min(policy.handle_margin_us, engine_ttl_us // 10)
-
-
-def longest_ttl_us(engine_ttl_us: int, policy: Policy) -> int:
-    """How long a handle may be given out without outliving the engine's pin."""
-    return engine_ttl_us - margin_us(engine_ttl_us, policy)
-
-
-def handle_ttl_us(engine_ttl_us: int, conversation_ttl_us: int | None, policy: Policy) -> int:
-    """How long a handle is given out after its commit."""
-    longest = longest_ttl_us(engine_ttl_us, policy)
-    wanted = policy.handle_ttl_us if conversation_ttl_us is None else conversation_ttl_us
-    return longest if wanted is None else min(longest, wanted)
-
-
-def blocks_drop_time_us(row: Conversation) -> int:
-    """When the engine drops the handle's blocks by itself."""
-    return row.commit_time_us + row.engine_ttl_us
 
 
 def next_revision(previous: int, now_us: int) -> int:
@@ -123,19 +88,17 @@ def turn_opened(row: Conversation, now_us: int, policy: Policy) -> Conversation:
 def miss_reason(
     row: Conversation, request_id: str, now_us: int, *, engine_alive: bool
 ) -> MissReason:
-    """Why the row's handle was not given out."""
+    """Why the row's handle is not given out: not `may_take`."""
     if row.turn == 0:
         return MissReason.FIRST_TURN
     if row.state is HandleState.AVAILABLE:
         if row.commit_request_id == request_id:
             return MissReason.SPENT
-        if not engine_alive:
-            return MissReason.VOID
-        if row.expire_time_us <= now_us:
-            return MissReason.EXPIRED
-        return MissReason.TAKEN  # it came back just now, after this take had missed
+        return MissReason.EXPIRED if engine_alive else MissReason.VOID
     if row.state is HandleState.TAKEN and row.expire_time_us <= now_us:
         return MissReason.SPENT
+    if row.release_cause is ReleaseCause.BUDGET:
+        return MissReason.EVICTED
     return MissReason(row.state.value)
 
 
@@ -204,7 +167,7 @@ def commit(
     if not engine_alive:
         return EngineGone()
     conversation_ttl = row.conversation_ttl_us if row else None
-    expire = now_us + handle_ttl_us(commit.engine_ttl_us, conversation_ttl, policy)
+    expire = committed_expire_us(commit, conversation_ttl, now_us, policy)
     revision = next_revision(row.revision if row else 0, now_us)
     return Stored(
         Conversation(
@@ -213,6 +176,7 @@ def commit(
             ended_turn=row.ended_turn if row else 0,
             conversation_ttl_us=conversation_ttl,
             state=HandleState.AVAILABLE,
+            release_cause=None,
             turn=turn,
             handle_id=handle_id,
             worker_id=commit.worker_id,
@@ -226,6 +190,9 @@ def commit(
             commit_time_us=now_us,
             expire_time_us=expire,
             engine_ttl_us=commit.engine_ttl_us,
+            retention_ttl_us=commit.retention_ttl_us,
+            drop_time_us=now_us + commit.engine_ttl_us,
+            deadline_extension_us=0,
             due_time_us=expire,
             revision=revision,
         ),
@@ -250,7 +217,7 @@ def returned(
     ):
         return None
     if row.take_turn <= row.ended_turn:
-        return died(row, HandleState.RELEASED, now_us, policy)
+        return released(row, ReleaseCause.ENDED, now_us, policy)
     return replace(
         row,
         state=HandleState.AVAILABLE,
@@ -269,8 +236,9 @@ def ended(row: Conversation, now_us: int, policy: Policy) -> Conversation:
     closed = replace(row, ended_turn=row.issued_turn, conversation_ttl_us=None)
     if row.state is HandleState.TAKEN:
         return replace(closed, revision=next_revision(row.revision, now_us))
-    alive = row.state is HandleState.AVAILABLE
-    return died(closed, HandleState.RELEASED if alive else row.state, now_us, policy)
+    if row.state in (HandleState.AVAILABLE, HandleState.RELEASED):
+        return released(closed, ReleaseCause.ENDED, now_us, policy)
+    return died(closed, row.state, now_us, policy)
 
 
 def ended_before_first_turn(key: ConversationKey, now_us: int, policy: Policy) -> Conversation:
@@ -281,6 +249,7 @@ def ended_before_first_turn(key: ConversationKey, now_us: int, policy: Policy) -
         ended_turn=FIRST_TURN,
         conversation_ttl_us=None,
         state=HandleState.RELEASED,
+        release_cause=ReleaseCause.ENDED,
         turn=0,
         handle_id="",
         worker_id="",
@@ -294,19 +263,28 @@ def ended_before_first_turn(key: ConversationKey, now_us: int, policy: Policy) -
         commit_time_us=0,
         expire_time_us=0,
         engine_ttl_us=0,
+        retention_ttl_us=0,
+        drop_time_us=0,
+        deadline_extension_us=0,
         due_time_us=now_us + policy.dead_retention_us,
         revision=now_us,
     )
 
 
-def extended(row: Conversation, ttl_us: int, now_us: int) -> Conversation:
+def extended(row: Conversation, ttl_us: int, now_us: int, policy: Policy) -> Conversation:
     """The row with another TTL. Only a handle that can still be given out moves
     its deadline: what has expired stays expired."""
     changed = replace(row, conversation_ttl_us=ttl_us, revision=next_revision(row.revision, now_us))
     if row.state is not HandleState.AVAILABLE or row.expire_time_us <= now_us:
         return changed
-    expire = row.commit_time_us + ttl_us
+    wanted_until = wanted_until_us(changed, policy)
+    expire = expire_time_us(wanted_until, row.drop_time_us, row.engine_ttl_us, policy)
     return replace(changed, expire_time_us=expire, due_time_us=expire)
+
+
+def released(row: Conversation, cause: ReleaseCause, now_us: int, policy: Policy) -> Conversation:
+    """The row once its handle is RELEASED."""
+    return replace(died(row, HandleState.RELEASED, now_us, policy), release_cause=cause)
 
 
 def died(row: Conversation, state: HandleState, now_us: int, policy: Policy) -> Conversation:

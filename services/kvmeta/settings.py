@@ -6,14 +6,16 @@ from typing import Literal, Self
 
 import sqlalchemy as sa
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from services.common.addresses import split_host_port
+from services.common.tls_settings import InternalTlsSettings
+from services.common.tracing_settings import TracingSettings
+from services.kvmeta.deadlines import Policy
 from services.kvmeta.model import MICROSECONDS
-from services.kvmeta.rules import Policy
 
 
-class KvmetaSettings(BaseSettings):
+class KvmetaSettings(InternalTlsSettings, TracingSettings):
     """The conversation ledger and the worker registry of kvloop."""
 
     model_config = SettingsConfigDict(
@@ -48,8 +50,12 @@ class KvmetaSettings(BaseSettings):
 
     handle_ttl_seconds: float | None = Field(default=None, gt=0)
     """How long handles are given out after a commit, for conversations without a
-    TTL of their own. Unset: as long as the engine allows. Workers whose engine
-    keeps blocks for less are refused."""
+    TTL of their own. Unset: for as long as their worker keeps the blocks. Workers
+    whose engine keeps blocks for less are refused."""
+
+    max_retention_seconds: float = Field(default=3600, gt=0)
+    """Longest TTL that a conversation may be given where its worker can renew the
+    pin. Workers without renewal keep blocks for their engine's TTL at most."""
 
     lease_ttl_seconds: float = Field(default=15, gt=0)
     """Lease of a worker that asks for none."""
@@ -86,6 +92,11 @@ class KvmetaSettings(BaseSettings):
 
     clock_mark_seconds: float = Field(default=1, gt=0)
     """How often the ledger's time is stored."""
+
+    drain_seconds: float = Field(default=0, ge=0)
+    """How long calls are still taken after SIGTERM or SIGINT while health says
+    NOT_SERVING, so that clients go over to other replicas. Half a second will do
+    where there are some."""
 
     shutdown_grace_seconds: float = Field(default=1, ge=0)
     """Time that calls in flight get when the process is asked to stop."""
@@ -135,6 +146,7 @@ class KvmetaSettings(BaseSettings):
         return Policy(
             handle_margin_us=microseconds(self.handle_margin_seconds),
             handle_ttl_us=None if handle_ttl is None else microseconds(handle_ttl),
+            max_retention_us=microseconds(self.max_retention_seconds),
             dead_retention_us=microseconds(self.dead_retention_seconds),
             release_retention_us=microseconds(self.release_retention_seconds),
             max_conversations=self.max_conversations_per_tenant,

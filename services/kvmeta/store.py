@@ -13,6 +13,7 @@ What holds for every call:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,15 +21,19 @@ from services.kvmeta.model import (
     Commit,
     Conversation,
     ConversationKey,
+    EngineRef,
+    HeldPin,
     MissReason,
+    PinStatus,
     Release,
     Retained,
+    RetainedPin,
     Worker,
     WorkerRecord,
     WorkerRole,
     WorkerState,
 )
-from services.kvmeta.rules import CommitVerdict
+from services.kvmeta.rules import CommitVerdict, EngineGone
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +69,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class TtlNotHonoured:
-    """The engine drops the blocks earlier than the wanted TTL."""
+    """The wanted TTL is longer than the conversation's blocks can be kept."""
 
-    engine_ttl_us: int
+    conversation: Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,35 @@ class Position:
     commit_time_us: int
     model: str
     conversation_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PinsChecked:
+    """What the ledger says of pins, in the order of the question."""
+
+    statuses: list[PinStatus]
+    renewed: int = 0
+    """Handles whose deadline moved."""
+    expired: int = 0
+    """Handles found EXPIRED; a release was written for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinFilter:
+    """Which pins to list; None lists those of every worker, tenant or model."""
+
+    worker_id: str | None = None
+    tenant: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PinPosition:
+    """Place among all pins: by worker, then by age, oldest first."""
+
+    worker_id: str
+    commit_time_us: int
+    key: ConversationKey
 
 
 class LedgerStore(Protocol):
@@ -159,6 +193,30 @@ class LedgerStore(Protocol):
         self, tenant: str, model: str | None, after: Position | None, limit: int
     ) -> list[Conversation]:
         """A tenant's conversations with a handle, most recently committed first."""
+        ...
+
+    async def check_pins(
+        self, worker_id: str, engine: EngineRef, pins: Sequence[HeldPin]
+    ) -> PinsChecked | EngineGone:
+        """Answer for each pin of an engine as `pin_rules.checked` says.
+
+        A row is found by the turn that committed it, on this worker and engine
+        only. EngineGone: the worker holds no lease for this life of its engine.
+        """
+        ...
+
+    async def evict(self, worker_id: str, engine: EngineRef, turn_ids: Sequence[str]) -> list[str]:
+        """Make the handles RELEASED for which `pin_rules.may_evict`, with a release each.
+
+        Returns:
+            The turns whose handles this call released, in the order of the question.
+        """
+        ...
+
+    async def pins(
+        self, which: PinFilter, after: PinPosition | None, limit: int
+    ) -> list[RetainedPin]:
+        """Live handles whose engine still holds the blocks, in the order of PinPosition."""
         ...
 
     async def releases(
@@ -249,8 +307,12 @@ class RegistryStore(Protocol):
         """The registry's revision and, as of it, every worker with a lease, by id."""
         ...
 
-    async def worker_changes(self, after_revision: int) -> list[WorkerRecord]:
-        """Workers changed or removed above a revision, in order of their last change."""
+    async def worker_changes(self, after_revision: int) -> list[WorkerRecord] | Forgotten:
+        """Workers changed or removed above a revision, in order of their last change.
+
+        Forgotten, unless after_revision is 0, if a worker that was removed above it
+        was deleted already, or if it is a revision that was never given out.
+        """
         ...
 
 

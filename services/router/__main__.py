@@ -7,7 +7,13 @@ import sys
 
 import structlog
 
-from services.common.process import load_settings, run_until_signal, setup_logging
+from services.common import event_loop
+from services.common.process import (
+    load_settings,
+    reload_on_hangup,
+    run_until_signal,
+    setup_logging,
+)
 from services.router import app
 from services.router.keys import BadKeysError
 from services.router.settings import RouterSettings
@@ -26,7 +32,8 @@ async def _serve(settings: RouterSettings, stop: asyncio.Event) -> None:
             gateway_port=router.gateway_port,
             metrics_port=router.metrics_port,
         )
-        await stop.wait()
+        with reload_on_hangup(router.reload):
+            await stop.wait()
         _log.info("router_stopping", grace_seconds=settings.shutdown_grace_seconds)
 
 
@@ -36,7 +43,7 @@ def main() -> None:
     setup_logging(level=settings.log_level, json=settings.log_json)
     failure: str | None = None
     try:
-        asyncio.run(run_until_signal(lambda stop: _serve(settings, stop)))
+        event_loop.run(run_until_signal(lambda stop: _serve(settings, stop)))
     except* (OSError, BadKeysError) as errors:  # no defects of ours: no traceback
         failure = "; ".join(str(error) for error in errors.exceptions)
     sys.exit(failure)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from limits import RateLimitItem
@@ -50,7 +50,13 @@ class TurnAdmission:
     def __init__(self, limits: AdmissionLimits) -> None:
         self._limits = limits
         self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._running = 0
         self._rates = MovingWindowRateLimiter(MemoryStorage()) if limits.rates else None
+
+    @property
+    def running(self) -> int:
+        """Turns that run now."""
+        return self._running
 
     @property
     def waiting(self) -> int:
@@ -67,18 +73,28 @@ class TurnAdmission:
         """
         await self._check_rates(tenant)
         if not self._limits.running:
-            yield
+            with self._counted():
+                yield
             return
         lane = self._lanes.setdefault((tenant, model), _Lane())
         try:
             await self._enter(lane)
             try:
-                yield
+                with self._counted():
+                    yield
             finally:
                 self._leave(lane)
         finally:
             if not lane.running and not lane.waiting:
                 self._lanes.pop((tenant, model), None)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
     async def _check_rates(self, tenant: str) -> None:
         if self._rates is None:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from limits import parse_many
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from kvloop import rpc
-from kvloop.common.v1 import common_pb2
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from services.common import metrics_http, rpc_server
-from services.common.tls import ServerFiles, ServerTls
+from services.common.process import reload_all
 from services.router.admission import AdmissionLimits, TurnAdmission
 from services.router.deadline import Clock
 from services.router.decode_leg import DecodeLeg
 from services.router.explain import Explainer
 from services.router.gateway import server as gateway
+from services.router.gateway.http import BodyLimits
 from services.router.gateway.pages import Pages
 from services.router.gateway.requests import ReadingRules
 from services.router.gateway.turns import TurnEndpoint
@@ -37,7 +38,12 @@ from services.router.reception import Reception
 from services.router.registry import Backoff, GrpcRegistry, Registry, RegistryFollower
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
+from services.router.status.feed import StatusFeed
+from services.router.status.fleet import Fleet, GrpcFleet
+from services.router.status.journal import TurnJournal
+from services.router.status.pages import StatusPages
 from services.router.turn import TurnPipeline
+from services.router.turn_ends import TurnEnds
 from services.router.workers import Connect, WorkerPool, connect_over_grpc
 
 
@@ -59,6 +65,8 @@ class Router:
     """What keeps them up to date."""
     admission: TurnAdmission
     """Which turns run and which wait."""
+    reload: Callable[[], None]
+    """Reads the files again that may be replaced while it serves."""
 
 
 @asynccontextmanager
@@ -70,12 +78,15 @@ async def build(
     rng: Rng = random.random,
     ledger: Ledger | None = None,
     registry: Registry | None = None,
-    connect: Connect = connect_over_grpc,
+    connect: Connect | None = None,
+    fleet: Fleet | None = None,
+    drain: rpc_server.Drain | None = None,
 ) -> AsyncIterator[Router]:
     """Serve turns while the block runs.
 
-    At the end new turns are refused, those in flight get
-    `shutdown_grace_seconds`, then unused handles go back and channels close.
+    At the end health says so for `drain_seconds`, then new turns are refused and
+    those in flight get `shutdown_grace_seconds`, then unused handles go back and
+    channels close.
 
     Args:
         settings: the router's settings.
@@ -84,17 +95,24 @@ async def build(
         rng: random numbers in [0, 1), to break ties between workers.
         ledger: the conversation ledger; kvmeta's if omitted.
         registry: the worker registry; kvmeta's if omitted.
-        connect: opens a channel to a worker.
+        connect: opens a channel to a worker; over gRPC if omitted.
+        fleet: what the status page shows of kvmeta; kvmeta's own if omitted.
+        drain: how it leaves; as the settings say if omitted.
 
     Raises:
         OSError: an address cannot be bound, or a file cannot be read.
         BadKeysError: the file of API keys is not well formed.
     """
     authenticator = _authenticator(settings, clock)
-    tls = _tls(settings, clock)
+    tls = settings.server_tls(clock=clock)
+    kvmeta_tls = settings.peer_tls(settings.peer_tls_kvmeta_name, clock=clock)
+    worker_tls = settings.peer_tls(settings.peer_tls_worker_name, clock=clock)
     metrics = RouterMetrics(CollectorRegistry())
     async with AsyncExitStack() as stack:
-        kvmeta = await stack.enter_async_context(rpc.open_channel(settings.kvmeta))
+        tracing = await stack.enter_async_context(settings.open_tracing("kvloop-router"))
+        kvmeta = await stack.enter_async_context(
+            rpc.open_channel(settings.kvmeta, kvmeta_tls, replicated=True)
+        )
         ledger = ledger or GrpcLedger(kvmeta)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
 
@@ -103,7 +121,7 @@ async def build(
             clock=clock,
             cooldown_seconds=settings.worker_cooldown_seconds,
             grace_seconds=settings.worker_grace_seconds,
-            connect=connect,
+            connect=connect or connect_over_grpc(worker_tls),
         )
         stack.push_async_callback(pool.aclose)
         follower = RegistryFollower(
@@ -115,8 +133,11 @@ async def build(
         following = tasks.create_task(follower.run(), name="follow registry")
         stack.callback(following.cancel)
 
-        pipeline = _pipeline(settings, pool, ledger, metrics, tasks, clock=clock, rng=rng)
+        journal = TurnJournal(wall_clock)
+        ends = TurnEnds(metrics, journal, clock=clock, wall_clock=wall_clock)
+        pipeline = _pipeline(settings, pool, ledger, metrics, ends, tasks, clock=clock, rng=rng)
         admission = TurnAdmission(_admission_limits(settings))
+        metrics.watch_queue(lambda: admission.running, lambda: admission.waiting)
         reception = Reception(
             authenticator=authenticator,
             admission=admission,
@@ -125,11 +146,18 @@ async def build(
             clock=clock,
             max_turn_seconds=settings.max_turn_seconds,
             deadline_margin_seconds=settings.deadline_margin_seconds,
+            tracing=tracing,
         )
         ledger_timeout = settings.ledger_call_timeout_seconds
         service = RouterService(
             reception=reception,
-            explainer=Explainer(pool, ledger, rng=rng, timeout_seconds=ledger_timeout),
+            explainer=Explainer(
+                pool,
+                ledger,
+                rng=rng,
+                timeout_seconds=ledger_timeout,
+                estimate_timeout_seconds=settings.estimate_timeout_seconds,
+            ),
             pool=pool,
             ledger=ledger,
             ledger_timeout_seconds=ledger_timeout,
@@ -139,13 +167,16 @@ async def build(
             if settings.metrics_listen is not None
             else None
         )
+        leaving = drain or rpc_server.Drain(settings.drain_seconds)
         port = await stack.enter_async_context(
             rpc_server.serve(
                 settings.listen,
                 lambda server: router_pb2_grpc.add_RouterServiceServicer_to_server(service, server),
                 [router_pb2.DESCRIPTOR.services_by_name["RouterService"]],
                 grace_seconds=settings.shutdown_grace_seconds,
-                credentials=tls.grpc_credentials() if tls is not None else None,
+                tls=tls,
+                registry=metrics.registry,
+                drain=leaving,
             )
         )
         gateway_port = None
@@ -155,22 +186,39 @@ async def build(
                 pool=pool,
                 registry=metrics.registry,
                 rng=rng,
-                ready=lambda: any(model.decode for model in pool.models()),
+                ready=lambda: not leaving.started and any(model.decode for model in pool.models()),
                 started_at=int(wall_clock()),
-                max_body_bytes=settings.max_body_bytes,
+                body_limits=_body_limits(settings),
                 connect_timeout_seconds=settings.connect_timeout_seconds,
                 timeout_seconds=settings.length_check_timeout_seconds,
             )
+            feed = StatusFeed(
+                fleet or GrpcFleet(kvmeta, timeout_seconds=ledger_timeout),
+                journal,
+                pool.all,
+                interval_seconds=settings.status_interval_seconds,
+                leaving=lambda: leaving.started,
+            )
             gateway_port = await stack.enter_async_context(
                 gateway.serve(
-                    _gateway_app(settings, reception, pages),
+                    _gateway_app(
+                        settings,
+                        reception,
+                        pages,
+                        StatusPages(
+                            reception.caller, feed, max_viewers=settings.status_max_viewers
+                        ),
+                    ),
                     settings.gateway_listen,
                     tasks,
                     grace_seconds=settings.shutdown_grace_seconds,
+                    head_timeout_seconds=settings.head_timeout_seconds,
                     tls=tls,
                 )
             )
-        yield Router(port, gateway_port, metrics_port, metrics, pool, follower, admission)
+            stack.push_async_callback(leaving.run)
+        reload = partial(reload_all, authenticator, tls, kvmeta_tls, worker_tls)
+        yield Router(port, gateway_port, metrics_port, metrics, pool, follower, admission, reload)
 
 
 def _authenticator(settings: RouterSettings, clock: Clock) -> Authenticator:
@@ -178,15 +226,6 @@ def _authenticator(settings: RouterSettings, clock: Clock) -> Authenticator:
     if settings.api_keys_file is None and not ring.entries:
         return OpenDoor()
     return KeyFile(settings.api_keys_file, ring, isolated=settings.isolate_tenants, clock=clock)
-
-
-def _tls(settings: RouterSettings, clock: Clock) -> ServerTls | None:
-    if settings.tls_certificate_file is None or settings.tls_key_file is None:
-        return None
-    files = ServerFiles(
-        settings.tls_certificate_file, settings.tls_key_file, settings.tls_client_ca_file
-    )
-    return ServerTls(files, clock=clock)
 
 
 def _admission_limits(settings: RouterSettings) -> AdmissionLimits:
@@ -198,16 +237,26 @@ def _admission_limits(settings: RouterSettings) -> AdmissionLimits:
     )
 
 
-def _gateway_app(settings: RouterSettings, reception: Reception, pages: Pages) -> ASGIApp:
+def _body_limits(settings: RouterSettings) -> BodyLimits:
+    return BodyLimits(
+        max_bytes=settings.max_body_bytes,
+        seconds=settings.body_timeout_seconds,
+        bytes_per_second=settings.body_bytes_per_second,
+    )
+
+
+def _gateway_app(
+    settings: RouterSettings, reception: Reception, pages: Pages, status: StatusPages
+) -> ASGIApp:
     rules = ReadingRules(
         derive_conversations=settings.derive_conversations,
         tell_cached_tokens=settings.tell_cached_tokens,
     )
-    chat, completions = (
-        TurnEndpoint(api, reception, rules, max_body_bytes=settings.max_body_bytes)
-        for api in (common_pb2.API_CHAT_COMPLETIONS, common_pb2.API_COMPLETIONS)
-    )
-    return gateway.build_app(chat, completions, pages)
+    turns = {
+        path: TurnEndpoint(api, reception, rules, body_limits=_body_limits(settings))
+        for path, api in gateway.TURN_PATHS.items()
+    }
+    return gateway.build_app(turns, pages, status.routes() if settings.status_page else ())
 
 
 def _pipeline(
@@ -215,6 +264,7 @@ def _pipeline(
     pool: WorkerPool,
     ledger: Ledger,
     metrics: RouterMetrics,
+    ends: TurnEnds,
     tasks: asyncio.TaskGroup,
     *,
     clock: Clock,
@@ -247,7 +297,7 @@ def _pipeline(
         decode=DecodeLeg(
             pool, metrics, rng=rng, connect_timeout_seconds=settings.connect_timeout_seconds
         ),
-        metrics=metrics,
+        ends=ends,
         clock=clock,
         rng=rng,
     )

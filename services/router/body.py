@@ -7,8 +7,9 @@ key order and escapes reach the engine as the caller wrote them.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -29,6 +30,13 @@ class Member:
     """The value, byte for byte."""
     path: str
     """Path of the field in the caller's request, for error messages."""
+
+
+class Span(NamedTuple):
+    """A range of bytes."""
+
+    start: int
+    end: int
 
 
 def member(value: object, path: str) -> Member:
@@ -73,6 +81,18 @@ def decode(data: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[_T], path: s
 def encode(members: dict[str, Any]) -> bytes:
     """One JSON object; `msgspec.Raw` values are copied byte for byte."""
     return msgspec.json.encode(members)
+
+
+def place_of(members: Mapping[str, msgspec.Raw], name: str) -> Span | None:
+    """Where a member's value lies in what `encode` makes of the members."""
+    at = len(b"{")
+    for other, raw in members.items():
+        at += len(msgspec.json.encode(other)) + len(b":")
+        size = memoryview(raw).nbytes
+        if other == name:
+            return Span(at, at + size)
+        at += size + len(b",")
+    return None
 
 
 def _split(message: str) -> tuple[str, str]:

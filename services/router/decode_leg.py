@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import structlog
 
 from kvloop.common.v1 import common_pb2
+from kvloop.compatibility import hand_over_obstacle
 from kvloop.errors import InternalError, KvloopError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2
-from services.router.compatibility import hand_over_obstacle
+from services.common.span_attributes import WORKER_ID
+from services.common.tracing import ERROR_TYPE, child_span, current
 from services.router.failures import is_rejection, params_unused, worker_is_down
 from services.router.metrics import Fallback, RouterMetrics
 from services.router.policy import Rng, first_usable, rank_decode
 from services.router.turn_state import Turn
+from services.router.worker_client import prompt_span
 from services.router.workers import WorkerPool
 
 _log = structlog.get_logger(__name__)
@@ -44,27 +47,30 @@ class DecodeLeg:
         self._rng = rng
         self._connect_timeout_seconds = connect_timeout_seconds
 
-    async def run(self, turn: Turn, worker: registry_pb2.Worker) -> AsyncGenerator[bytes, None]:
-        """The answer's chunks as the engine wrote them; fills in the summary.
+    async def run(
+        self, turn: Turn, worker: registry_pb2.Worker
+    ) -> AsyncGenerator[Sequence[bytes], None]:
+        """The answer's chunks as the engine wrote them, by arrival; fills in the summary.
 
         Raises:
             KvloopError: the leg failed, twice or after its first chunk.
         """
-        try:
-            async with aclosing(self._attempt(turn, worker)) as chunks:
+        with child_span("decode_leg"):
+            try:
+                async with aclosing(self._attempt(turn, worker)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            except KvloopError as error:
+                other = self._after_failure(turn, worker, error)
+            self._metrics.fell_back(Fallback.DECODE_REPEATED)
+            async with aclosing(self._attempt(turn, other)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            return
-        except KvloopError as error:
-            other = self._after_failure(turn, worker, error)
-        self._metrics.fell_back(Fallback.DECODE_REPEATED)
-        async with aclosing(self._attempt(turn, other)) as chunks:
-            async for chunk in chunks:
-                yield chunk
 
     async def _attempt(
         self, turn: Turn, worker: registry_pb2.Worker
-    ) -> AsyncGenerator[bytes, None]:
+    ) -> AsyncGenerator[Sequence[bytes], None]:
         turn.decode_worker = worker
         clock = turn.deadline.clock
         turn.decode_started = clock()
@@ -75,6 +81,8 @@ class DecodeLeg:
             transfer_params_json=turn.transfer_params,
             commit=turn.commit,
             whole=turn.request.whole,
+            accept_batches=True,
+            prompt=prompt_span(turn.request),
         )
         with self._pool.use(worker.worker_id) as client:
             await client.connect(
@@ -88,7 +96,11 @@ class DecodeLeg:
                         continue
                     if turn.first_chunk_at is None:
                         turn.first_chunk_at = clock()
-                    yield event.chunk_json
+                        current().event("first_chunk")
+                    if event.HasField("batch"):
+                        yield event.batch.chunks_json
+                    else:
+                        yield (event.chunk_json,)
         if turn.summary is None:
             raise InternalError(
                 f"decode worker {worker.worker_id} ended its answer without a summary",
@@ -102,6 +114,7 @@ class DecodeLeg:
         """The worker for a second attempt; raises the error if there can be none."""
         if worker_is_down(error):
             self._pool.cool_down(worker.worker_id)
+        current().event("attempt_failed", {ERROR_TYPE: error.reason, WORKER_ID: worker.worker_id})
         _log.warning(
             "decode_failed",
             turn_id=turn.turn_id,

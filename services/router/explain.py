@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from google.protobuf import duration_pb2
 
 from kvloop.common.v1 import common_pb2
+from kvloop.compatibility import pull_obstacle
 from kvloop.errors import KvloopError, NotFoundError
 from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
 from kvloop.router.v1 import router_pb2
-from services.router.compatibility import pull_obstacle
+from kvloop.worker.v1 import worker_pb2
 from services.router.identity import conversation_key
 from services.router.ledger import Ledger
 from services.router.policy import Ranked, Rng, first_usable, rank_decode, rank_prefill
@@ -51,15 +52,24 @@ class Explainer:
         ledger: read only.
         rng: breaks ties, as it would for the turn.
         timeout_seconds: how long the ledger may take.
+        estimate_timeout_seconds: how long a prefill worker may take to say what a
+            pull would take.
     """
 
     def __init__(
-        self, pool: WorkerPool, ledger: Ledger, *, rng: Rng, timeout_seconds: float
+        self,
+        pool: WorkerPool,
+        ledger: Ledger,
+        *,
+        rng: Rng,
+        timeout_seconds: float,
+        estimate_timeout_seconds: float,
     ) -> None:
         self._pool = pool
         self._ledger = ledger
         self._rng = rng
         self._timeout_seconds = timeout_seconds
+        self._estimate_timeout_seconds = estimate_timeout_seconds
 
     async def explain(
         self, tenant: str, model: str, conversation_id: str
@@ -86,17 +96,42 @@ class Explainer:
             rng=self._rng,
         )
         miss_reason = retained.miss_reason
-        if retained.available and not _can_pull(
-            first_usable(prefill), holder.worker if holder and holder.reachable else None
-        ):
-            miss_reason = common_pb2.MISS_REASON_INCOMPATIBLE
+        estimate = worker_pb2.EstimatePullResponse()
+        if retained.available:
+            puller = first_usable(prefill)
+            source = holder.worker if holder and holder.reachable else None
+            if puller is None or source is None or pull_obstacle(puller, source) is not None:
+                miss_reason = common_pb2.MISS_REASON_INCOMPATIBLE
+            else:
+                estimate = await self._estimate(puller, source, retained.num_tokens)
         return router_pb2.ExplainRouteResponse(
             candidates=[*_candidates(prefill), *_candidates(decode)],
             handle_available=retained.available,
             miss_reason=miss_reason,
             retained_tokens=retained.num_tokens,
             remaining_ttl=retained.remaining_ttl,
+            expected_pull=estimate.pull if estimate.HasField("pull") else None,
+            expected_recompute=estimate.recompute if estimate.HasField("recompute") else None,
+            pull_tokens=estimate.pull_tokens,
+            pull_reason=estimate.reason,
         )
+
+    async def _estimate(
+        self, puller: registry_pb2.Worker, source: registry_pb2.Worker, num_tokens: int
+    ) -> worker_pb2.EstimatePullResponse:
+        """The puller's own estimate; with nothing but the reason if it gives none."""
+        request = worker_pb2.EstimatePullRequest(
+            engine=source.engine, num_tokens=max(num_tokens, 1)
+        )
+        try:
+            with self._pool.use(puller.worker_id) as client:
+                return await client.estimate_pull(
+                    request, timeout_seconds=self._estimate_timeout_seconds
+                )
+        except KvloopError:
+            return worker_pb2.EstimatePullResponse(
+                reason=f"{puller.worker_id} did not say what it measured"
+            )
 
     async def _retained(self, tenant: str, model: str, conversation_id: str) -> _Retained:
         if not conversation_id:
@@ -116,10 +151,6 @@ class Explainer:
             num_tokens=found.num_tokens,
             remaining_ttl=found.remaining_ttl,
         )
-
-
-def _can_pull(prefill: registry_pb2.Worker | None, holder: registry_pb2.Worker | None) -> bool:
-    return prefill is not None and holder is not None and pull_obstacle(prefill, holder) is None
 
 
 def _candidates(ranking: Iterable[Ranked]) -> list[router_pb2.Candidate]:

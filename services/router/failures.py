@@ -11,6 +11,7 @@ WORKER_LOST = "WORKER_LOST"
 
 _NOT_REACHED = frozenset({WORKER_UNREACHABLE, "ENGINE_UNREACHABLE", "DRAINING", "WRONG_ROLE"})
 """The worker says, or it is certain, that its engine never saw the request."""
+_NO_ENDPOINT = "ENDPOINT_UNSUPPORTED"
 _LOST = frozenset({WORKER_LOST, "ENGINE_LOST"})
 """The worker or its engine went away under a call."""
 
@@ -21,8 +22,11 @@ def engine_not_reached(error: KvloopError) -> bool:
 
 
 def is_rejection(error: KvloopError) -> bool:
-    """True if the request itself is at fault, so no worker would take it."""
-    return isinstance(error, InvalidFieldError)
+    """True if the request itself is at fault, so no worker would take it.
+
+    An endpoint that one engine of a model does not have, the others have not either.
+    """
+    return isinstance(error, InvalidFieldError) or error.reason == _NO_ENDPOINT
 
 
 def params_unused(error: KvloopError) -> bool:

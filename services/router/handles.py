@@ -17,6 +17,8 @@ import structlog
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import ConflictError, DeadlineError, InternalError, KvloopError
 from kvloop.kvmeta.v1 import ledger_pb2
+from services.common.span_attributes import HANDLE_HIT
+from services.common.tracing import child_span
 from services.router.ledger import Ledger, Opening
 from services.router.metrics import HandleReturn, RouterMetrics
 
@@ -102,7 +104,11 @@ class HandleDesk:
 
         A ledger that fails or is slow gives a turn without number and handle.
         """
-        opened = await self._open(key, turn_id)
+        with child_span("take_handle") as span:
+            opened = await self._open(key, turn_id)
+            span.tell({HANDLE_HIT: opened.held is not None})
+            if opened.miss_reason == common_pb2.MISS_REASON_LEDGER_UNAVAILABLE:
+                span.fail("LEDGER_UNAVAILABLE")
         try:
             yield opened
         finally:
@@ -170,11 +176,15 @@ class HandleDesk:
         handle: ledger_pb2.Handle,
         outcome: HandleReturn,
     ) -> None:
-        """Return a handle, to the end even if the caller hangs up meanwhile."""
+        """Return a handle, to the end even if the caller hangs up meanwhile.
+
+        The turn waits no longer than its patience: on a ledger that hangs, the call
+        goes on by itself. It compares before it sets, so coming late does no harm.
+        """
         task = self._tasks.create_task(
             self._call_return(key, turn_id, handle, outcome), name=f"return handle of {turn_id}"
         )
-        await asyncio.shield(task)
+        await asyncio.wait({task}, timeout=self._patience_seconds)
 
     async def _call_return(
         self,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +21,12 @@ from typing import Protocol
 import structlog
 
 from kvloop.errors import UnauthenticatedError
+from kvloop.file_value import FileValue
 from services.router.deadline import Clock
 from services.router.identity import ANYONE, Caller
 
 _log = structlog.get_logger(__name__)
 _LINE = re.compile(r"^(?P<tenant>\S{1,128})\s+(?P<digest>[0-9a-fA-F]{64})$")
-_RELOAD_SECONDS = 1.0
-"""How often a key file is looked at, at most."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,10 @@ class Authenticator(Protocol):
         """
         ...
 
+    def reload(self) -> None:
+        """Read again what is known of keys."""
+        ...
+
 
 class OpenDoor:
     """Lets everyone in as one tenant. See `Authenticator`."""
@@ -95,6 +97,9 @@ class OpenDoor:
     def caller(self, authorization: str | None) -> Caller:
         """See `Authenticator.caller`. Whatever key a client sends is ignored."""
         return ANYONE
+
+    def reload(self) -> None:
+        """See `Authenticator.reload`. There is nothing to read."""
 
 
 class KeyFile:
@@ -118,50 +123,35 @@ class KeyFile:
         self._path = path
         self._more = more
         self._isolated = isolated
-        self._clock = clock
-        self._stamp = _stamp(path)
-        self._ring = self._read()
-        self._looked_at = clock()
+        paths = [path] if path is not None else []
+        self._ring = FileValue(paths, self._read, clock=clock, on_read=self._log_reading)
+
+    def reload(self) -> None:
+        """See `Authenticator.reload`. The file may look unchanged."""
+        self._ring.reload()
 
     def caller(self, authorization: str | None) -> Caller:
         """See `Authenticator.caller`."""
-        self._reload()
         scheme, _, key = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthenticatedError(
                 "no API key was sent; send it as 'Authorization: Bearer KEY'",
                 reason="API_KEY_MISSING",
             )
-        tenant = self._ring.tenant_of(key.strip())
+        tenant = self._ring.current().tenant_of(key.strip())
         if tenant is None:
             raise UnauthenticatedError("the API key is not valid", reason="API_KEY_INVALID")
         return Caller(tenant, self._isolated)
 
-    def _reload(self) -> None:
-        now = self._clock()
-        if now - self._looked_at < _RELOAD_SECONDS:
-            return
-        self._looked_at = now
-        try:
-            stamp = _stamp(self._path)
-            if stamp == self._stamp:
-                return
-            self._ring, self._stamp = self._read(), stamp
-        except (OSError, ValueError) as error:
+    @staticmethod
+    def _log_reading(error: Exception | None) -> None:
+        if error is None:
+            _log.info("api_keys_reloaded")
+        else:
             _log.error("api_keys_not_reloaded", error=str(error))
-            return
-        _log.info("api_keys_reloaded", keys=len(self._ring.entries))
 
     def _read(self) -> KeyRing:
         if self._path is None:
             return self._more
         read = parse_keys(self._path.read_text(encoding="utf-8"))
         return KeyRing([*read.entries, *self._more.entries])
-
-
-def _stamp(path: Path | None) -> tuple[int, int, int] | None:
-    """Changes whenever the file is written or replaced."""
-    if path is None:
-        return None
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -8,8 +8,10 @@ from typing import Protocol
 import grpc
 
 from kvloop.common.v1 import common_pb2
+from kvloop.errors import CancelledByPeerError, KvloopError, UnavailableError
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
 from kvloop.rpc import typed_errors
+from services.common import tracing
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,26 @@ class GrpcLedger:
     ) -> Opening:
         """See `Ledger.take_handle`."""
         request = ledger_pb2.TakeHandleRequest(key=key, request_id=request_id)
-        with typed_errors():
-            response = await self._stub.TakeHandle(request, timeout=timeout_seconds)
+        try:
+            response = await self._take(request, timeout_seconds)
+        except KvloopError as error:
+            if not _replica_left(error):
+                raise
+            response = await self._take(request, timeout_seconds)
         return Opening(
             turn=response.turn,
             handle=response.handle if response.HasField("handle") else None,
             miss_reason=response.miss_reason,
             last_worker_id=response.last_worker_id,
         )
+
+    async def _take(
+        self, request: ledger_pb2.TakeHandleRequest, timeout_seconds: float
+    ) -> ledger_pb2.TakeHandleResponse:
+        with typed_errors():
+            return await self._stub.TakeHandle(
+                request, timeout=timeout_seconds, metadata=tracing.metadata()
+            )
 
     async def return_handle(
         self,
@@ -115,7 +129,9 @@ class GrpcLedger:
             key=key, handle_id=handle_id, request_id=request_id
         )
         with typed_errors():
-            await self._stub.ReturnHandle(request, timeout=timeout_seconds)
+            await self._stub.ReturnHandle(
+                request, timeout=timeout_seconds, metadata=tracing.metadata()
+            )
 
     async def release(self, key: common_pb2.ConversationKey, *, timeout_seconds: float) -> Ending:
         """See `Ledger.release`."""
@@ -132,3 +148,12 @@ class GrpcLedger:
         with typed_errors():
             response = await self._stub.GetConversation(request, timeout=timeout_seconds)
         return response.conversation
+
+
+def _replica_left(error: KvloopError) -> bool:
+    """True if the replica that was asked has gone; another may answer.
+
+    What kvmeta says itself has a reason of its own.
+    """
+    left = isinstance(error, UnavailableError | CancelledByPeerError)
+    return left and error.reason == error.default_reason

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from kvloop.common.v1 import common_pb2
 from kvloop.errors import InvalidFieldError, KvloopError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2
@@ -93,8 +94,10 @@ class LengthCheck:
             return
         tokens = request.prompt_tokens
         is_long = len(request.body_json) > self._bytes_per_token * limit
-        # Several prompts have no length that could be compared.
-        if tokens is None and is_long and request.options.prompts == 1:
+        # Several prompts have no length that could be compared, and engines count
+        # no bodies of responses.
+        countable = request.options.prompts == 1 and request.api != common_pb2.API_RESPONSES
+        if tokens is None and is_long and countable:
             tokens = await self._count(request, decode_worker_id, deadline)
         refuse_if_too_long(request, tokens, limit)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvloop.common.v1 import common_pb2
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 _MISS_PREFIX = "MISS_REASON_"
 
 
@@ -44,6 +46,8 @@ class Fallback(Enum):
     """The worker that holds the conversation's KV is unknown or unreachable."""
     HOLDER_RESTARTED = "holder_restarted"
     """The worker that held the conversation's KV has another engine by now."""
+    HANDLE_LEADS_ELSEWHERE = "handle_leads_elsewhere"
+    """The handle names another engine or address than its worker has registered."""
     NO_COMPATIBLE_PREFILL = "no_compatible_prefill"
     """No usable prefill worker could pull from the worker that holds the KV."""
     LENGTH_CHECK_SKIPPED = "length_check_skipped"
@@ -95,6 +99,11 @@ class RouterMetrics:
             ["source"],
             registry=registry,
         )
+        self._proven_tokens = Counter(
+            "kvloop_router_proven_tokens",
+            "Prompt tokens that prefill engines proved equal to what decode engines hold.",
+            registry=registry,
+        )
         self._ttft = Histogram(
             "kvloop_router_ttft_seconds",
             "Start of the turn to the first chunk.",
@@ -107,12 +116,43 @@ class RouterMetrics:
             registry=registry,
             buckets=_SECONDS,
         )
+        self._decode_leg = Histogram(
+            "kvloop_router_decode_leg_seconds",
+            "Start of the decode leg to the first chunk.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._itl = Histogram(
+            "kvloop_router_itl_seconds",
+            "Mean inter-token latency of each streamed answer.",
+            registry=registry,
+            buckets=_TOKEN_SECONDS,
+        )
+        self._errors = Counter(
+            "kvloop_router_errors",
+            "Turns that were not answered to their end, by the error's reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self._running = Gauge(
+            "kvloop_router_running_turns", "Turns that run now.", registry=registry
+        )
+        self._waiting = Gauge(
+            "kvloop_router_waiting_turns",
+            "Turns that wait for another of their tenant and model to end.",
+            registry=registry,
+        )
         for outcome in Outcome:  # so that every label is there from the start
             self._turns.labels(outcome.value)
         for fallback in Fallback:
             self._fallbacks.labels(fallback.value)
         for handle_return in HandleReturn:
             self._returns.labels(handle_return.value)
+
+    def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """Show how many turns run and wait, as these say when Prometheus asks."""
+        self._running.set_function(running)
+        self._waiting.set_function(waiting)
 
     def turn_ended(self, outcome: Outcome) -> None:
         """Count one turn."""
@@ -133,11 +173,21 @@ class RouterMetrics:
 
     def prefilled(self, report: common_pb2.PrefillReport, seconds: float) -> None:
         """Count what one prefill leg did."""
+        self._proven_tokens.inc(report.proven_tokens)
         self._prompt_tokens.labels("pulled").inc(report.pulled_tokens)
         self._prompt_tokens.labels("cached").inc(report.cached_tokens)
         self._prompt_tokens.labels("recomputed").inc(report.recomputed_tokens)
         self._prefill_leg.observe(seconds)
 
-    def first_chunk(self, ttft_seconds: float) -> None:
-        """Record one time to first token."""
+    def first_chunk(self, ttft_seconds: float, decode_leg_seconds: float) -> None:
+        """Record one time to first token, and the decode leg's part of it."""
         self._ttft.observe(ttft_seconds)
+        self._decode_leg.observe(decode_leg_seconds)
+
+    def streamed(self, itl_seconds: float) -> None:
+        """Record the mean inter-token latency of one streamed answer."""
+        self._itl.observe(itl_seconds)
+
+    def turn_error(self, reason: str) -> None:
+        """Count one error that ended a turn; reasons are those of kvloop.errors."""
+        self._errors.labels(reason.lower()).inc()

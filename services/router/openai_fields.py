@@ -106,6 +106,53 @@ _CHAT: dict[str, Any] = {
     "service_tier": str,
 }
 
+_RESPONSES: dict[str, Any] = {
+    **{
+        name: _CHAT[name]
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "stream",
+            "user",
+            "structured_outputs",
+            "priority",
+            "cache_salt",
+            "vllm_xargs",
+            "top_logprobs",
+            "parallel_tool_calls",
+            "include_reasoning",
+            "chat_template_kwargs",
+            "mm_processor_kwargs",
+            "metadata",
+            "store",
+            "service_tier",
+        )
+    },
+    "max_output_tokens": _AtLeastOne,
+    "instructions": str,
+    "tools": list[_Typed],
+    "tool_choice": Literal["none", "auto", "required"] | _Typed,
+    "text": _Object,
+    "reasoning": _Object,
+    "include": _Strings,
+    "truncation": Literal["auto", "disabled"],
+    "background": bool,
+    "previous_response_id": str,
+    "conversation": str | _Object,
+}
+
 _COMPLETIONS: dict[str, Any] = {
     **_COMMON,
     "best_of": _AtLeastOne,
@@ -121,6 +168,7 @@ def _decoders(fields: Mapping[str, Any]) -> dict[str, msgspec.json.Decoder[Any]]
 _DECODERS = {
     common_pb2.API_CHAT_COMPLETIONS: _decoders(_CHAT),
     common_pb2.API_COMPLETIONS: _decoders(_COMPLETIONS),
+    common_pb2.API_RESPONSES: _decoders(_RESPONSES),
 }
 
 
@@ -128,6 +176,9 @@ def known_members(api: common_pb2.Api.ValueType) -> Sequence[str]:
     """Names of the members whose values are checked."""
     return list(_DECODERS[api])
 
+
+_CALLED_BY_CLIENT = frozenset({"function", "custom"})
+"""Types of tools in a response whose calls end the answer, for the client to make."""
 
 _INTERNAL = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """What engines tell each other. From a caller it could name any address and any
@@ -153,22 +204,28 @@ class Options(msgspec.Struct, frozen=True):
     echo: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
     min_tokens: int | None = None
     truncate_prompt_tokens: int | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cache_salt: str | None = None
+    truncation: str | None = None
+    instructions: str | None = None
     prompts: int = 1
     """Prompts in one completions body; set by whoever knows the body."""
+    engine_tools: bool = False
+    """Whether the engine itself may call tools, and go on after each."""
 
     @property
     def single_leg_feature(self) -> str | None:
         """The member that keeps this request on the decode worker alone.
 
         A hand-over is read by one sequence only, so several choices or beams
-        cannot share it; and what the prompt's logits give is computed where the
-        prompt is, while the answer comes from the decode worker. Both legs must
-        also cut the prompt at the same place.
+        cannot share it, nor can the parts of an answer in between which the engine
+        calls tools; and what the prompt's logits give is computed where the prompt
+        is, while the answer comes from the decode worker. Both legs must also cut
+        the prompt at the same place.
         """
         wanted = {
             "prompt": self.prompts > 1,
@@ -178,13 +235,15 @@ class Options(msgspec.Struct, frozen=True):
             "prompt_logprobs": self.prompt_logprobs is not None,
             "echo": bool(self.echo),
             "truncate_prompt_tokens": (self.truncate_prompt_tokens or 0) < 0,
+            "truncation": self.truncation == "auto",
+            "tools": self.engine_tools,
         }
         return next((name for name, present in wanted.items() if present), None)
 
     @property
     def max_new_tokens(self) -> int | None:
         """Tokens the caller allows for the answer; None leaves it to the engine."""
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_completion_tokens or self.max_tokens or self.max_output_tokens
 
 
 def check_members(api: common_pb2.Api.ValueType, members: Mapping[str, Member]) -> Options:
@@ -202,6 +261,10 @@ def check_members(api: common_pb2.Api.ValueType, members: Mapping[str, Member]) 
     }
     _refuse_hidden_params(members)
     options = msgspec.convert(values, Options)
+    if api == common_pb2.API_RESPONSES:
+        _refuse_kept_state(values, members)
+        types = {tool.type for tool in values.get("tools") or ()}
+        options = msgspec.structs.replace(options, engine_tools=not types <= _CALLED_BY_CLIENT)
     limit = options.max_new_tokens
     if limit is not None and (options.min_tokens or 0) > limit:
         path = members["min_tokens"].path
@@ -221,6 +284,18 @@ def refuse_reserved(name: str, path: str) -> None:
         raise InvalidFieldError(
             f"{path}: use the request's field {_TYPED_ONLY[name]} instead", field=path
         )
+
+
+def _refuse_kept_state(values: Mapping[str, Any], members: Mapping[str, Member]) -> None:
+    """What only the engine that gave an earlier answer could know, and only while it lives."""
+    for name in ("previous_response_id", "conversation", "background"):
+        if values.get(name):
+            raise InvalidFieldError(
+                f"{members[name].path} needs an engine that keeps answers, and kvloop keeps none: "
+                "any engine answers any turn; send all items so far as input",
+                reason="STATELESS",
+                field=members[name].path,
+            )
 
 
 def _refuse_hidden_params(members: Mapping[str, Member]) -> None:

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from kvloop.compatibility import hand_over_obstacle, pull_obstacle
 from kvloop.kvmeta.v1 import registry_pb2
-from services.router.compatibility import hand_over_obstacle, pull_obstacle
 
 Rng = Callable[[], float]
 """Random numbers in [0, 1), to break ties. A fixed order would send every turn

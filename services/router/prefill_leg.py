@@ -9,19 +9,25 @@ from __future__ import annotations
 import structlog
 
 from kvloop.common.v1 import common_pb2
+from kvloop.compatibility import pull_obstacle
 from kvloop.errors import KvloopError
 from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
 from kvloop.worker.v1 import worker_pb2
-from services.router.compatibility import pull_obstacle
+from services.common.span_attributes import WORKER_ID, miss_attributes, report_attributes
+from services.common.tracing import ERROR_TYPE, child_span, current
 from services.router.failures import (
     is_rejection,
     params_unused,
     worker_is_down,
 )
+from services.router.handle_source import foreign_source
 from services.router.handles import HandleDesk, HeldHandle, OpenTurn
 from services.router.metrics import Fallback, RouterMetrics
 from services.router.policy import Rng, first_usable, rank_prefill
+from services.router.receipt import miss_reason
+from services.router.token_handover import takes_token_ids
 from services.router.turn_state import Turn
+from services.router.worker_client import prompt_span
 from services.router.workers import WorkerPool
 
 _log = structlog.get_logger(__name__)
@@ -81,11 +87,15 @@ class PrefillLeg:
             DeadlineError: the turn's deadline passed.
         """
         started = turn.deadline.clock()
-        try:
-            await self._check_holder(turn, opened)
-            await self._attempts(turn, opened)
-        finally:
-            turn.prefill_seconds = turn.deadline.clock() - started
+        with child_span("prefill_leg") as span:
+            try:
+                await self._check_holder(turn, opened)
+                await self._attempts(turn, opened)
+            finally:
+                turn.prefill_seconds = turn.deadline.clock() - started
+            if turn.report is not None and span.recording:
+                span.tell(report_attributes(turn.report))
+                span.tell(miss_attributes(miss_reason(turn)))
         if turn.report is not None:
             self._metrics.prefilled(turn.report, turn.prefill_seconds)
 
@@ -109,7 +119,7 @@ class PrefillLeg:
         await self._leave_out(turn, opened)
 
     async def _check_holder(self, turn: Turn, opened: OpenTurn) -> None:
-        """Give the handle back at once if its KV cannot be pulled by anyone."""
+        """Part with the handle at once if its KV cannot be pulled by anyone."""
         if opened.held is None:
             return
         found = usable_holder(opened.held.handle, self._pool)
@@ -117,6 +127,19 @@ class PrefillLeg:
             turn.miss_reason, cause = found
             self._metrics.fell_back(cause)
             await self._give_back(turn, opened)
+            return
+        part = foreign_source(opened.held.handle.transfer_params_json, found)
+        if part is not None:
+            # Kept from all turns: it does not go back to the ledger.
+            opened.held = None
+            turn.miss_reason = common_pb2.MISS_REASON_INCOMPATIBLE
+            self._metrics.fell_back(Fallback.HANDLE_LEADS_ELSEWHERE)
+            _log.error(
+                "handle_leads_elsewhere",
+                turn_id=turn.turn_id,
+                worker_id=found.worker_id,
+                part=part,
+            )
 
     def _choose(self, turn: Turn, opened: OpenTurn, tried: set[str]) -> registry_pb2.Worker | None:
         candidates = self._pool.candidates(turn.request.model, common_pb2.WORKER_ROLE_PREFILL)
@@ -146,7 +169,11 @@ class PrefillLeg:
         self, turn: Turn, worker: registry_pb2.Worker, held: HeldHandle | None
     ) -> None:
         request = worker_pb2.PrefillRequest(
-            turn_id=turn.turn_id, api=turn.request.api, body_json=turn.request.body_json
+            turn_id=turn.turn_id,
+            api=turn.request.api,
+            body_json=turn.request.body_json,
+            prompt=prompt_span(turn.request),
+            hand_token_ids_over=takes_token_ids(turn.request, turn.decode_worker),
         )
         with self._pool.use(worker.worker_id) as client:
             await client.connect(
@@ -155,6 +182,9 @@ class PrefillLeg:
             timeout = turn.deadline.hop_timeout(self._timeout_seconds)
             if held is not None:
                 request.transfer_params_json = held.show()
+                request.engine.CopyFrom(held.handle.engine)
+                if held.handle.HasField("deadline_extension"):
+                    request.deadline_extension.CopyFrom(held.handle.deadline_extension)
                 turn.handle_hit = True
             try:
                 response = await client.prefill(request, timeout_seconds=timeout)
@@ -185,6 +215,7 @@ class PrefillLeg:
         turn.deadline.check()
         if held is not None and not held.in_hand:
             turn.miss_reason = common_pb2.MISS_REASON_PREFILL_FAILED
+        current().event("attempt_failed", {ERROR_TYPE: error.reason, WORKER_ID: worker.worker_id})
         _log.warning(
             "prefill_failed",
             turn_id=turn.turn_id,
@@ -195,6 +226,7 @@ class PrefillLeg:
 
     async def _leave_out(self, turn: Turn, opened: OpenTurn) -> None:
         self._metrics.fell_back(Fallback.PREFILL_LEFT_OUT)
+        current().fail("PREFILL_LEFT_OUT")
         _log.warning("prefill_left_out", turn_id=turn.turn_id, model=turn.request.model)
         if opened.held is not None and opened.held.in_hand:
             turn.miss_reason = common_pb2.MISS_REASON_INCOMPATIBLE

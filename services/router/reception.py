@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 from kvloop.errors import KvloopError
 from kvloop.router.v1 import router_pb2
+from services.common.tracing import NO_HEADERS, NoTracing, Tracing, current, running
 from services.router.admission import TurnAdmission
 from services.router.deadline import Clock, Deadline
 from services.router.identity import Caller
@@ -28,6 +29,7 @@ class Reception:
         max_turn_seconds: how long a turn may take whose caller sets no deadline,
             or a later one.
         deadline_margin_seconds: how much earlier each hop has to end.
+        tracing: where the spans of turns begin; nowhere if omitted.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Reception:
         clock: Clock,
         max_turn_seconds: float,
         deadline_margin_seconds: float,
+        tracing: Tracing | None = None,
     ) -> None:
         self._authenticator = authenticator
         self._admission = admission
@@ -48,6 +51,7 @@ class Reception:
         self._clock = clock
         self._max_turn_seconds = max_turn_seconds
         self._deadline_margin_seconds = deadline_margin_seconds
+        self._tracing = tracing or NoTracing()
 
     def caller(self, authorization: str | None) -> Caller:
         """Who is asking.
@@ -76,25 +80,37 @@ class Reception:
         self._metrics.turn_ended(Outcome.REJECTED)
 
     async def run(
-        self, request: TurnRequest, deadline: Deadline, turn_id: str | None = None
-    ) -> AsyncGenerator[bytes | router_pb2.TurnResult, None]:
+        self,
+        request: TurnRequest,
+        deadline: Deadline,
+        turn_id: str | None = None,
+        trace_headers: Mapping[str, str] = NO_HEADERS,
+    ) -> AsyncGenerator[Sequence[bytes] | router_pb2.TurnResult, None]:
         """The answer, as `TurnPipeline.run` gives it, once the turn may run.
+
+        Args:
+            request: what to answer.
+            deadline: when it must be over.
+            turn_id: from `new_turn_id`, for callers that have to know it before.
+            trace_headers: the caller's trace context.
 
         Raises:
             KvloopError: why the turn was not admitted, or could not be answered.
         """
-        async with (
-            self._admitted(request),
-            aclosing(self._pipeline.run(request, deadline, turn_id)) as events,
-        ):
-            async for event in events:
-                yield event
+        with running(self._tracing.server_span("turn", trace_headers)):
+            async with (
+                self._admitted(request),
+                aclosing(self._pipeline.run(request, deadline, turn_id)) as events,
+            ):
+                async for event in events:
+                    yield event
 
     @asynccontextmanager
     async def _admitted(self, request: TurnRequest) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(self._admission.turn(request.tenant, request.model))
+                current().event("admitted")
             except KvloopError:
                 self._metrics.turn_ended(Outcome.TURNED_AWAY)
                 raise

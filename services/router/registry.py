@@ -12,7 +12,7 @@ from typing import Protocol
 import grpc
 import structlog
 
-from kvloop.errors import KvloopError, UnavailableError
+from kvloop.errors import KvloopError, OutOfRangeError, UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2, registry_pb2_grpc
 from kvloop.rpc import typed_errors
 from services.router.policy import Rng
@@ -25,10 +25,15 @@ _Change = registry_pb2.WatchWorkersResponse
 class Registry(Protocol):
     """Says which workers are alive."""
 
-    def watch(self) -> AsyncGenerator[registry_pb2.WatchWorkersResponse, None]:
+    def watch(self, after_revision: int) -> AsyncGenerator[registry_pb2.WatchWorkersResponse, None]:
         """The live workers, one SYNCED, then every change; ends only by failing.
 
+        Args:
+            after_revision: send what changed since in place of the live workers;
+                0 sends those.
+
         Raises:
+            OutOfRangeError: what changed since is not known any more.
             KvloopError: the registry cannot be reached any more.
         """
         ...
@@ -40,9 +45,13 @@ class GrpcRegistry:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = registry_pb2_grpc.RegistryServiceStub(channel)
 
-    async def watch(self) -> AsyncGenerator[registry_pb2.WatchWorkersResponse, None]:
+    async def watch(
+        self, after_revision: int
+    ) -> AsyncGenerator[registry_pb2.WatchWorkersResponse, None]:
         """See `Registry.watch`."""
-        call = self._stub.WatchWorkers(registry_pb2.WatchWorkersRequest())
+        call = self._stub.WatchWorkers(
+            registry_pb2.WatchWorkersRequest(after_revision=after_revision)
+        )
         try:
             with typed_errors():
                 async for change in call:
@@ -70,9 +79,10 @@ class Backoff:
 class RegistryFollower:
     """Applies the registry's changes to the pool, through outages of the registry.
 
-    While it cannot be reached the pool keeps what it knows. Workers that come
-    back late after an outage are not dropped in between; see
-    `WorkerPool.keep_only`.
+    While it cannot be reached the pool keeps what it knows. Afterwards it goes on
+    after the last change it has seen. If the registry does not remember that far
+    back, it starts anew; workers that come back late are not dropped in between:
+    see `WorkerPool.keep_only`.
     """
 
     def __init__(self, registry: Registry, pool: WorkerPool, *, backoff: Backoff, rng: Rng) -> None:
@@ -81,6 +91,8 @@ class RegistryFollower:
         self._backoff = backoff
         self._rng = rng
         self._connected = False
+        self._revision = 0
+        self._seen: set[str] = set()
 
     @property
     def connected(self) -> bool:
@@ -94,6 +106,9 @@ class RegistryFollower:
             try:
                 await self._follow()
             except KvloopError as error:
+                if isinstance(error, OutOfRangeError) and self._revision:
+                    self._revision = 0
+                    continue
                 failures = 1 if self._connected else failures + 1
                 if failures == 1:  # once per outage
                     _log.warning("registry_lost", reason=error.reason, detail=error.message)
@@ -101,18 +116,25 @@ class RegistryFollower:
             await asyncio.sleep(self._backoff.pause(failures, self._rng))
 
     async def _follow(self) -> None:
-        seen: set[str] = set()
-        async with aclosing(self._registry.watch()) as changes:
+        if self._revision == 0:
+            self._seen.clear()
+        async with aclosing(self._registry.watch(self._revision)) as changes:
             async for change in changes:
-                worker = change.worker
-                match change.type:
-                    case _Change.TYPE_ADDED | _Change.TYPE_CHANGED:
-                        seen.add(worker.worker_id)
-                        await self._pool.put(worker)
-                    case _Change.TYPE_REMOVED:
-                        seen.discard(worker.worker_id)
-                        self._pool.remove(worker.worker_id)
-                    case _Change.TYPE_SYNCED:
-                        self._pool.keep_only(seen)
-                        self._connected = True
-                        _log.info("registry_synced", workers=len(seen))
+                await self._apply(change)
+                synced = change.type == _Change.TYPE_SYNCED
+                if synced or self._revision:  # half of the live workers is no place to resume at
+                    self._revision = change.revision
+
+    async def _apply(self, change: registry_pb2.WatchWorkersResponse) -> None:
+        worker = change.worker
+        match change.type:
+            case _Change.TYPE_ADDED | _Change.TYPE_CHANGED:
+                self._seen.add(worker.worker_id)
+                await self._pool.put(worker)
+            case _Change.TYPE_REMOVED:
+                self._seen.discard(worker.worker_id)
+                self._pool.remove(worker.worker_id)
+            case _Change.TYPE_SYNCED:
+                self._pool.keep_only(self._seen)
+                self._connected = True
+                _log.info("registry_synced", workers=len(self._seen))

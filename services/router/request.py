@@ -15,11 +15,12 @@ import msgspec
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import InvalidFieldError
 from kvloop.router.v1 import router_pb2
-from services.router.body import Member, encode, member, parse_object
+from services.router.body import Member, Span, encode, member, parse_object, place_of
 from services.router.history import History
 from services.router.identity import ANYONE, DEFAULT_TENANT, Caller
 from services.router.messages import openai_messages, openai_tools
 from services.router.openai_fields import Options, check_members, refuse_reserved
+from services.router.token_ids import count_token_ids
 
 _MAX_ID_CHARS = 256
 _EXTRA = "extra_body_json"
@@ -55,6 +56,8 @@ class TurnRequest:
     """What names the conversation if it has no id."""
     whole: bool = False
     """The answer is wanted in one piece."""
+    prompt: Span | None = None
+    """Where the prompt lies in body_json; None if it is not told."""
     tell_cached_tokens: bool = False
     """Whether `usage` shall say how many prompt tokens were not computed."""
 
@@ -104,26 +107,30 @@ def generate_turn(request: router_pb2.GenerateRequest, caller: Caller = ANYONE) 
         InvalidFieldError: a field is missing, of the wrong type or out of bounds.
     """
     _check_ids(request)
-    prompt: str | list[int]
-    prompt_tokens: int | None = None
-    match request.WhichOneof("prompt"):
+    tokens: int | None = None
+    path = request.WhichOneof("prompt") or "text"
+    match path:
         case "text":
-            path, prompt = "text", request.text
+            prompt = member(request.text, path)
         case "token_ids":
-            path, prompt = "token_ids", list(request.token_ids.ids)
-            prompt_tokens = len(prompt)
-        case _:
-            path, prompt = "text", ""
-    if not prompt:
+            ids = request.token_ids.ids[:]
+            prompt = member(ids, path)
+            tokens = len(ids)
+        case "token_ids_json":
+            tokens = count_token_ids(request.token_ids_json)
+            if tokens is None:
+                raise InvalidFieldError("token_ids_json is no array of integers", field=path)
+            prompt = Member(msgspec.Raw(request.token_ids_json), path)
+    if not (request.text or tokens):
         raise InvalidFieldError("the prompt is empty; set text or token_ids", field=path)
-    members = {"model": member(request.model, "model"), "prompt": member(prompt, path)}
+    members = {"model": member(request.model, "model"), "prompt": prompt}
     return _turn(
         request,
         caller,
         common_pb2.API_COMPLETIONS,
         members,
         prompt_path=path,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=tokens,
     )
 
 
@@ -175,10 +182,12 @@ def _turn(
     salt = caller.cache_salt(options.cache_salt)
     if salt != options.cache_salt:
         members["cache_salt"] = member(salt, "cache_salt")
+    values = {name: given.raw for name, given in members.items()}
     return TurnRequest(
         api=api,
         model=request.model,
-        body_json=encode({name: given.raw for name, given in members.items()}),
+        body_json=encode(values),
+        prompt=place_of(values, "messages" if "messages" in values else "prompt"),
         prompt_path=prompt_path,
         options=options,
         max_new_tokens_path=max_new_tokens_path(members, options),
@@ -193,7 +202,7 @@ def _turn(
 def max_new_tokens_path(members: Mapping[str, Member], options: Options) -> str:
     """Path of the member that limits the answer; empty if none does."""
     limit = members.get("max_completion_tokens") if options.max_completion_tokens else None
-    limit = limit or members.get("max_tokens")
+    limit = limit or members.get("max_tokens") or members.get("max_output_tokens")
     return limit.path if limit else ""
 
 

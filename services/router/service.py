@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ import grpc
 
 from kvloop.errors import ENGINE_BODY, InvalidFieldError, KvloopError
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
+from services.common.tracing import carried
 from services.router.explain import Explainer
 from services.router.identity import Caller, conversation_key
 from services.router.ledger import Ledger
@@ -52,10 +53,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Run one chat turn."""
         async with aclosing(self._run(chat_turn, request, context)) as events:
             async for event in events:
-                if isinstance(event, bytes):
-                    yield router_pb2.ChatResponse(chunk=router_pb2.Chunk(json=event))
-                else:
+                if isinstance(event, router_pb2.TurnResult):
                     yield router_pb2.ChatResponse(result=event)
+                elif request.accept_batches and len(event) > 1:
+                    yield router_pb2.ChatResponse(batch=router_pb2.ChunkBatch(chunks_json=event))
+                else:
+                    for chunk in event:
+                        yield router_pb2.ChatResponse(chunk=router_pb2.Chunk(json=chunk))
 
     async def Generate(
         self, request: router_pb2.GenerateRequest, context: _Context
@@ -63,10 +67,14 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Run one completion turn."""
         async with aclosing(self._run(generate_turn, request, context)) as events:
             async for event in events:
-                if isinstance(event, bytes):
-                    yield router_pb2.GenerateResponse(chunk=router_pb2.Chunk(json=event))
-                else:
+                if isinstance(event, router_pb2.TurnResult):
                     yield router_pb2.GenerateResponse(result=event)
+                elif request.accept_batches and len(event) > 1:
+                    batch = router_pb2.ChunkBatch(chunks_json=event)
+                    yield router_pb2.GenerateResponse(batch=batch)
+                else:
+                    for chunk in event:
+                        yield router_pb2.GenerateResponse(chunk=router_pb2.Chunk(json=chunk))
 
     async def EndConversation(
         self, request: router_pb2.EndConversationRequest, context: _Context
@@ -114,7 +122,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         convert: Callable[[_Request, Caller], TurnRequest],
         request: _Request,
         context: _Context,
-    ) -> AsyncGenerator[bytes | router_pb2.TurnResult, None]:
+    ) -> AsyncGenerator[Sequence[bytes] | router_pb2.TurnResult, None]:
         caller = self._caller(context)
         try:
             turn = convert(request, caller)
@@ -123,7 +131,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise
         deadline = self._reception.deadline(context.time_remaining())
         try:
-            async with aclosing(self._reception.run(turn, deadline)) as events:
+            trace = carried(context.invocation_metadata() or ())
+            running = self._reception.run(turn, deadline, trace_headers=trace)
+            async with aclosing(running) as events:
                 async for event in events:
                     yield event
         except KvloopError as error:

@@ -7,13 +7,15 @@ from typing import Literal, Self
 
 from limits import parse_many
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from services.common.addresses import split_host_port
+from services.common.tls_settings import PeerTlsSettings, ServerTlsSettings
+from services.common.tracing_settings import TracingSettings
 from services.router.keys import key_lines, parse_keys
 
 
-class RouterSettings(BaseSettings):
+class RouterSettings(ServerTlsSettings, PeerTlsSettings, TracingSettings):
     """The router of kvloop: accepts turns over gRPC and runs their two legs."""
 
     model_config = SettingsConfigDict(
@@ -37,14 +39,9 @@ class RouterSettings(BaseSettings):
     metrics_listen: str | None = None
     """host:port of the Prometheus endpoint; none if absent."""
 
-    tls_certificate_file: Path | None = None
-    """PEM file with the certificate chain of the gRPC server and of the gateway.
-    Read again when it changes. Without it nothing is encrypted."""
-    tls_key_file: Path | None = None
-    """PEM file with the private key of that certificate."""
-    tls_client_ca_file: Path | None = None
-    """PEM file with the authority of client certificates. If set, every client has
-    to bring one."""
+    peer_tls_worker_name: str = ""
+    """Name that the certificates of all workers must carry; empty: each the host at
+    which it is registered."""
 
     api_keys_file: Path | None = None
     """File with one 'TENANT SHA256-OF-KEY' per line; read again when it changes.
@@ -65,6 +62,12 @@ class RouterSettings(BaseSettings):
     Limits on turns and rates are those of one router process."""
     max_body_bytes: int = Field(default=64 * 1024 * 1024, gt=0)
     """Largest body of an HTTP request."""
+    head_timeout_seconds: float = Field(default=10.0, gt=0)
+    """How long the head of an HTTP request may take to come."""
+    body_timeout_seconds: float = Field(default=30.0, gt=0)
+    """How long a small body may take to come."""
+    body_bytes_per_second: float = Field(default=16 * 1024, gt=0)
+    """A body may take a second more each time that so many bytes have come."""
     derive_conversations: bool = True
     """Recognise HTTP chats without a conversation id by their history. Off, such
     chats reuse nothing and retain nothing."""
@@ -97,6 +100,8 @@ class RouterSettings(BaseSettings):
     """How much earlier than the caller's the deadline of a leg is, so that the
     leg's error still reaches the caller."""
 
+    estimate_timeout_seconds: float = Field(default=0.5, gt=0)
+    """How long a prefill worker may take to tell ExplainRoute what a pull would take."""
     length_check_bytes_per_token: float = Field(default=1.0, gt=0)
     """Bodies of more bytes than this times the model's context are counted before
     prefill. 1 finds every prompt that is too long, as no token is shorter than a
@@ -104,8 +109,20 @@ class RouterSettings(BaseSettings):
     length_check_timeout_seconds: float = Field(default=5.0, gt=0)
     """How long that count may take before it is left to the engine."""
 
+    drain_seconds: float = Field(default=0.0, ge=0)
+    """How long new turns are still taken after SIGTERM or SIGINT while health says
+    that none should come. Must be more than a load balancer needs to notice."""
     shutdown_grace_seconds: float = Field(default=30.0, ge=0)
     """How long turns in flight may go on after SIGTERM or SIGINT."""
+    status_page: bool = True
+    """Serve the status page under /ui of the gateway."""
+
+    status_interval_seconds: float = Field(default=2, ge=0.1)
+    """How often an open status page is brought up to date."""
+
+    status_max_viewers: int = Field(default=50, ge=1)
+    """Status pages open at a time."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is logged."""
     log_json: bool = False
@@ -144,10 +161,6 @@ class RouterSettings(BaseSettings):
             raise ValueError("ledger_timeout_seconds must not be above ledger_call_timeout_seconds")
         if self.registry_retry_seconds > self.registry_retry_max_seconds:
             raise ValueError("registry_retry_seconds must not be above registry_retry_max_seconds")
-        if (self.tls_certificate_file is None) != (self.tls_key_file is None):
-            raise ValueError("tls_certificate_file and tls_key_file need each other")
-        if self.tls_client_ca_file is not None and self.tls_key_file is None:
-            raise ValueError("tls_client_ca_file needs tls_certificate_file and tls_key_file")
         if self.deadline_margin_seconds >= self.max_turn_seconds:
             raise ValueError("deadline_margin_seconds must be below max_turn_seconds")
         return self

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-import structlog
-
 from kvloop.common.v1 import common_pb2
-from kvloop.errors import (
-    DeadlineError,
-    InvalidFieldError,
-    KvloopError,
-    ModelNotFoundError,
-    UnavailableError,
-)
+from kvloop.errors import KvloopError, ModelNotFoundError, UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.router.v1 import router_pb2
 from kvloop.worker.v1 import worker_pb2
@@ -29,14 +21,12 @@ from services.router.handles import HandleDesk, OpenTurn
 from services.router.history import History
 from services.router.identity import conversation_key
 from services.router.length import LengthCheck, context_limit
-from services.router.metrics import Outcome, RouterMetrics
 from services.router.policy import Rng, first_usable, rank_decode
 from services.router.prefill_leg import PrefillLeg
 from services.router.request import TurnRequest
+from services.router.turn_ends import TurnEnds
 from services.router.turn_state import Turn
 from services.router.workers import ModelWorkers, WorkerPool
-
-_log = structlog.get_logger(__name__)
 
 
 def admit(model: str, known: list[ModelWorkers]) -> ModelWorkers:
@@ -73,7 +63,7 @@ class TurnPipeline:
         length: refuses prompts that are too long.
         prefill: runs the prefill leg.
         decode: runs the decode leg.
-        metrics: counts turns by how they end.
+        ends: notes how turns end.
         clock: seconds on a clock that never goes back.
         rng: breaks ties between workers.
         new_id: makes turn ids.
@@ -87,7 +77,7 @@ class TurnPipeline:
         length: LengthCheck,
         prefill: PrefillLeg,
         decode: DecodeLeg,
-        metrics: RouterMetrics,
+        ends: TurnEnds,
         clock: Clock,
         rng: Rng,
         new_id: Callable[[], uuid.UUID] = uuid.uuid4,
@@ -97,15 +87,15 @@ class TurnPipeline:
         self._length = length
         self._prefill = prefill
         self._decode = decode
-        self._metrics = metrics
+        self._ends = ends
         self._clock = clock
         self._rng = rng
         self._new_id = new_id
 
     async def run(
         self, request: TurnRequest, deadline: Deadline, turn_id: str | None = None
-    ) -> AsyncGenerator[bytes | router_pb2.TurnResult, None]:
-        """The answer: chunks as the engine wrote them, then one result.
+    ) -> AsyncGenerator[Sequence[bytes] | router_pb2.TurnResult, None]:
+        """The answer: chunks as the engine wrote them, by arrival, then one result.
 
         Closing the generator stops both engines' work.
 
@@ -120,20 +110,19 @@ class TurnPipeline:
         turn = Turn(turn_id or self.new_turn_id(), request, deadline, started=self._clock())
         try:
             decode_worker = await self._before_decode(turn)
-            async with aclosing(self._decode.run(turn, decode_worker)) as chunks:
-                async for chunk in chunks:
-                    yield self._told(turn, chunk)
-            self._answered(turn)
+            async with aclosing(self._decode.run(turn, decode_worker)) as arrivals:
+                async for chunks in arrivals:
+                    yield self._told(turn, chunks)
+            self._ends.answered(turn)
         except KvloopError as error:
             name_prompt(error, request.prompt_path)
-            self._failed(turn, error)
+            self._ends.failed(turn, error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            self._metrics.turn_ended(Outcome.CANCELLED)
-            _log.info("turn", **_facts(turn), outcome=Outcome.CANCELLED.value)
+            self._ends.cancelled(turn)
             raise
         except Exception:
-            self._metrics.turn_ended(Outcome.FAILED)  # a defect; the edge logs it
+            self._ends.broke(turn)
             raise
         yield receipt.build_result(turn)
 
@@ -141,10 +130,11 @@ class TurnPipeline:
         """An id for a turn."""
         return self._new_id().hex
 
-    def _told(self, turn: Turn, chunk: bytes) -> bytes:
-        if turn.report is None or not turn.request.tell_cached_tokens:
-            return chunk
-        return with_cached_tokens(chunk, turn.report)
+    def _told(self, turn: Turn, chunks: Sequence[bytes]) -> Sequence[bytes]:
+        report = turn.report
+        if report is None or not turn.request.tell_cached_tokens:
+            return chunks
+        return [with_cached_tokens(turn.request.api, chunk, report) for chunk in chunks]
 
     async def _before_decode(self, turn: Turn) -> registry_pb2.Worker:
         """Everything up to the hand-over; the handle is used or returned by its end."""
@@ -202,44 +192,3 @@ class TurnPipeline:
                 f"no decode worker takes turns for {model!r} now", reason="NO_DECODE_WORKER"
             )
         return worker
-
-    def _answered(self, turn: Turn) -> None:
-        reason = receipt.miss_reason(turn)
-        self._metrics.turn_ended(Outcome.ANSWERED)
-        if reason != common_pb2.MISS_REASON_UNSPECIFIED:
-            self._metrics.missed(reason)
-        if turn.first_chunk_at is not None:
-            self._metrics.first_chunk(receipt.ttft_seconds(turn))
-        _log.info("turn", **_facts(turn), outcome=Outcome.ANSWERED.value)
-
-    def _failed(self, turn: Turn, error: KvloopError) -> None:
-        outcome = Outcome.FAILED
-        if isinstance(error, InvalidFieldError | ModelNotFoundError):
-            outcome = Outcome.REJECTED
-        elif isinstance(error, DeadlineError) and turn.deadline.passed:
-            outcome = Outcome.CANCELLED
-        self._metrics.turn_ended(outcome)
-        _log.info("turn", **_facts(turn), outcome=outcome.value, error=error.reason)
-
-
-def _facts(turn: Turn) -> dict[str, object]:
-    """What the log says of a turn; never its content."""
-    report = turn.report or common_pb2.PrefillReport()
-    usage = turn.summary.usage if turn.summary is not None else common_pb2.Usage()
-    return {
-        "turn_id": turn.turn_id,
-        "model": turn.request.model,
-        "turn_number": turn.number,
-        "prefill_worker_id": turn.prefill_worker.worker_id if turn.prefill_worker else None,
-        "decode_worker_id": turn.decode_worker.worker_id if turn.decode_worker else None,
-        "handle_hit": turn.handle_hit,
-        "miss_reason": common_pb2.MissReason.Name(receipt.miss_reason(turn)),
-        "prompt_tokens": report.prompt_tokens or usage.prompt_tokens,
-        "pulled_tokens": report.pulled_tokens,
-        "cached_tokens": report.cached_tokens,
-        "recomputed_tokens": report.recomputed_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "prefill_leg_ms": round(turn.prefill_seconds * 1e3, 1),
-        "decode_leg_ms": round(receipt.decode_leg_seconds(turn) * 1e3, 1),
-        "ttft_ms": round(receipt.ttft_seconds(turn) * 1e3, 1),
-    }

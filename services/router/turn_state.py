@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvloop.common.v1 import common_pb2
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2
+from services.common.tracing import Span, current
 from services.router.deadline import Deadline
 from services.router.request import TurnRequest
 
@@ -23,6 +24,9 @@ class Turn:
     """When the turn must be over."""
     started: float
     """Reading of the router's clock at the start."""
+
+    span: Span = field(default_factory=current)
+    """The turn's part of its trace: the current span when the turn begins."""
 
     key: common_pb2.ConversationKey | None = None
     """Conversation whose handle was asked for; None if none was."""

@@ -9,10 +9,12 @@ from typing import Protocol
 
 import grpc
 
-from kvloop.errors import UnavailableError
-from kvloop.rpc import connected, typed_errors
+from kvloop.errors import KvloopError, TlsError, UnavailableError
+from kvloop.rpc import connected, typed_errors, why_not_connected
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
+from services.common import tracing
 from services.router.failures import WORKER_LOST, WORKER_UNREACHABLE
+from services.router.request import TurnRequest
 
 
 class WorkerClient(Protocol):
@@ -56,6 +58,18 @@ class WorkerClient(Protocol):
         """Pass a request on to the engine's /tokenize."""
         ...
 
+    async def estimate_pull(
+        self, request: worker_pb2.EstimatePullRequest, *, timeout_seconds: float
+    ) -> worker_pb2.EstimatePullResponse:
+        """Ask a prefill worker what a pull would take."""
+        ...
+
+
+def prompt_span(request: TurnRequest) -> worker_pb2.Span | None:
+    """Where the prompt lies in the body of both legs."""
+    place = request.prompt
+    return worker_pb2.Span(start=place.start, end=place.end) if place is not None else None
+
 
 class GrpcWorkerClient:
     """A worker's sidecar over one channel. See `WorkerClient`."""
@@ -83,13 +97,15 @@ class GrpcWorkerClient:
     ) -> worker_pb2.PrefillResponse:
         """See `WorkerClient.prefill`."""
         with self._typed_errors():
-            return await self._stub.Prefill(request, timeout=timeout_seconds)
+            return await self._stub.Prefill(
+                request, timeout=timeout_seconds, metadata=tracing.metadata()
+            )
 
     async def decode(
         self, request: worker_pb2.DecodeRequest, *, timeout_seconds: float
     ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
         """See `WorkerClient.decode`."""
-        call = self._stub.Decode(request, timeout=timeout_seconds)
+        call = self._stub.Decode(request, timeout=timeout_seconds, metadata=tracing.metadata())
         try:
             with self._typed_errors():
                 async for response in call:
@@ -111,13 +127,22 @@ class GrpcWorkerClient:
         with self._typed_errors():
             return await self._stub.Tokenize(request, timeout=timeout_seconds)
 
+    async def estimate_pull(
+        self, request: worker_pb2.EstimatePullRequest, *, timeout_seconds: float
+    ) -> worker_pb2.EstimatePullResponse:
+        """See `WorkerClient.estimate_pull`."""
+        with self._typed_errors():
+            return await self._stub.EstimatePull(request, timeout=timeout_seconds)
+
     async def _ready(self) -> None:
         if not await connected(self._channel):
-            raise self._unreachable()
+            raise self._unreachable(await why_not_connected(self._channel))
 
-    def _unreachable(self) -> UnavailableError:
+    def _unreachable(self, why: KvloopError | None = None) -> UnavailableError:
+        # Other texts hold addresses that are no caller's affair.
+        detail = f": {why.message}" if isinstance(why, TlsError) else ""
         return UnavailableError(
-            f"worker {self._worker_id} cannot be reached",
+            f"worker {self._worker_id} cannot be reached{detail}",
             reason=WORKER_UNREACHABLE,
             worker_id=self._worker_id,
         )
@@ -127,6 +152,8 @@ class GrpcWorkerClient:
         try:
             with typed_errors():
                 yield
+        except TlsError as error:
+            raise self._unreachable(error) from error
         except UnavailableError as error:
             if error.reason != UnavailableError.default_reason:
                 raise

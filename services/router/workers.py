@@ -18,6 +18,7 @@ from kvloop import rpc
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2
+from kvloop.tls import TlsSource
 from services.router.deadline import Clock
 from services.router.failures import WORKER_UNREACHABLE
 from services.router.policy import Candidate
@@ -29,11 +30,19 @@ Connect = Callable[[registry_pb2.Worker], AbstractAsyncContextManager[WorkerClie
 """Opens a worker's channel; closed on exit."""
 
 
-@asynccontextmanager
-async def connect_over_grpc(worker: registry_pb2.Worker) -> AsyncIterator[WorkerClient]:
-    """A client on a channel of its own to the worker's sidecar."""
-    async with rpc.open_channel(worker.address) as channel:
-        yield GrpcWorkerClient(worker.worker_id, channel)
+def connect_over_grpc(tls: TlsSource | None = None) -> Connect:
+    """Connects to sidecars over gRPC, each on a channel of its own.
+
+    Args:
+        tls: how to speak TLS; without it nothing is encrypted.
+    """
+
+    @asynccontextmanager
+    async def connect(worker: registry_pb2.Worker) -> AsyncIterator[WorkerClient]:
+        async with rpc.open_channel(worker.address, tls) as channel:
+            yield GrpcWorkerClient(worker.worker_id, channel)
+
+    return connect
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ class WorkerPool:
         clock: Clock,
         cooldown_seconds: float,
         grace_seconds: float,
-        connect: Connect = connect_over_grpc,
+        connect: Connect,
     ) -> None:
         self._clock = clock
         self._cooldown_seconds = cooldown_seconds
@@ -147,6 +156,10 @@ class WorkerPool:
             for entry in self._live()
             if entry.worker.model == model and entry.worker.role == role
         ]
+
+    def all(self) -> dict[str, Candidate]:
+        """Every live worker by its id."""
+        return {entry.worker.worker_id: self._candidate(entry) for entry in self._live()}
 
     def find(self, worker_id: str) -> Candidate | None:
         """One live worker, or None."""

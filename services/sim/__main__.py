@@ -10,8 +10,8 @@ import uvloop
 
 from services.common.process import load_settings, run_until_signal, setup_logging
 from services.sim import app
-from services.sim.race import race
 from services.sim.settings import SimSettings
+from services.worker.race import race
 
 _log = structlog.get_logger(__name__)
 

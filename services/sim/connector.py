@@ -7,18 +7,19 @@ events are carried out by the engine core.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.sim.sequence import Ending, PrefillReport, Sequence
 from services.sim.spec import EngineSpec, Identity
-from services.worker.proof import Proof, make_proof, proven_tokens
+from services.worker.proof import ExtraKeys, Proof, make_proof, proven_tokens
+from services.worker.pull_plan import COSTS, SLOWER_THAN_RECOMPUTE, plan
 
 TURN_ID = "kvloop_turn_id"
 RETAIN = "kvloop_retain"
 PROOF = "kvloop_proof"
 REPORT = "kvloop_report"
+DEADLINE_EXTENSION = "kvloop_deadline_extension"
 
 _REMOTE_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
@@ -156,10 +157,9 @@ class StockConnector:
             return Outcome()
         if ending not in (Ending.STOP, Ending.LENGTH):
             return Outcome()
-        ttl = (
-            self._spec.kv_lease_seconds if is_prefill else self._spec.decoder_kv_blocks_ttl_seconds
-        )
+        ttl = self._spec.kv_lease_seconds if is_prefill else self._spec.retention_seconds
         deadline = now + ttl
+        checked = not is_prefill and self._spec.checks_deadlines
         return Outcome(
             keep_until=deadline,
             reply={
@@ -174,7 +174,7 @@ class StockConnector:
                 "dcp_size": 1,
                 "pp_size": 1,
                 "remote_num_tokens": sequence.computed,
-                "remote_blocks_expiry_time": None if is_prefill else deadline,
+                "remote_blocks_expiry_time": deadline if checked else None,
                 "transfer_mode": "pull",
             },
         )
@@ -192,11 +192,16 @@ class KvloopConnector(StockConnector):
             return 0
         report = sequence.report
         if report is None:
-            report = sequence.report = self._prove(sequence, params)
+            report = sequence.report = self._prove(sequence, params, computed)
         report.cached = computed
         count = super().matched_tokens(sequence, computed)
         if report.has_handle and not count and report.proven:
-            report.miss_reason = "CACHED" if report.proven <= computed else "BELOW_THRESHOLD"
+            if report.proven <= computed:
+                report.miss_reason = "CACHED"
+            else:
+                report.miss_reason = (
+                    SLOWER_THAN_RECOMPUTE if report.held_back else "BELOW_THRESHOLD"
+                )
         return count
 
     def allocated(self, sequence: Sequence, cached_blocks: int, external: int) -> Load | None:
@@ -226,23 +231,34 @@ class KvloopConnector(StockConnector):
                 outcome.reply[REPORT] = _report(sequence)
             return outcome
         turn_id = params.get(TURN_ID)
+        if self._broken_off(sequence, ending) and turn_id is not None:
+            # A stop string looks as if the client had gone. The sidecar, which knows
+            # how the answer ended, releases what nobody will use.
+            ending = Ending.STOP
         if params.get(RETAIN) is False and not params.get("do_remote_prefill"):
             outcome = Outcome()
         else:
             outcome = super().finished(sequence, ending, now)
-        if turn_id is None:
-            return outcome
         if outcome.reply is not None:
             tokens = sequence.tokens[: sequence.computed]
             proof = make_proof(tokens, self._spec.block_size, _extra_keys(sequence.salt))
             outcome.reply[PROOF] = proof.to_params()
+        if turn_id is None:
+            return outcome
         return Outcome(
             outcome.reply, outcome.keep_until, self._event(turn_id, outcome), outcome.notify
         )
 
-    def _prove(self, sequence: Sequence, params: dict[str, Any]) -> PrefillReport:
+    def _broken_off(self, sequence: Sequence, ending: Ending) -> bool:
+        answering = sequence.answer_tokens and sequence.computed >= sequence.prompt_tokens
+        return self._spec.has_sidecar and ending is Ending.ABORT and bool(answering)
+
+    def _prove(self, sequence: Sequence, params: dict[str, Any], computed: int) -> PrefillReport:
         if not params.get("remote_block_ids"):
             return PrefillReport()
+        extension = params.pop(DEADLINE_EXTENSION, None)
+        if extension and params.get("remote_blocks_expiry_time") is not None:
+            params["remote_blocks_expiry_time"] += extension
         proof = Proof.from_params(params.get(PROOF))
         if proof is None:
             params["remote_num_tokens"] = 0
@@ -252,9 +268,19 @@ class KvloopConnector(StockConnector):
         whole = proven == proof.num_tokens == params.get("remote_num_tokens")
         if not whole and proof.block_size != self._spec.block_size:
             proven = 0
-        params["remote_num_tokens"] = proven
-        if proven and not whole:
-            keep = _blocks_for(proven, proof.block_size)
+        chosen = plan(
+            params.get(COSTS),
+            proven=proven,
+            cached=computed,
+            prompt=sequence.prompt_tokens,
+            block_size=proof.block_size,
+        )
+        offered = chosen.tokens
+        if offered < proven and proof.block_size != self._spec.block_size:
+            offered = 0
+        params["remote_num_tokens"] = offered
+        if offered and not (whole and offered == proven):
+            keep = _blocks_for(offered, proof.block_size)
             params["remote_block_ids"] = [
                 list(group[:keep]) for group in params["remote_block_ids"]
             ]
@@ -262,6 +288,9 @@ class KvloopConnector(StockConnector):
             has_handle=True,
             proven=proven,
             miss_reason=None if proven else "PREFIX_MISMATCH",
+            held_back=offered < proven,
+            expected_pull_seconds=chosen.expected_pull_seconds,
+            expected_recompute_seconds=chosen.expected_recompute_seconds,
         )
 
     def _event(self, turn_id: str, outcome: Outcome) -> dict[str, Any]:
@@ -273,7 +302,7 @@ class KvloopConnector(StockConnector):
             "retained": params is not None,
             "num_tokens": params["remote_num_tokens"] if params else 0,
             "num_blocks": blocks,
-            "ttl_seconds": self._spec.decoder_kv_blocks_ttl_seconds,
+            "ttl_seconds": self._spec.retention_seconds,
             "params": params,
         }
 
@@ -294,6 +323,9 @@ def _report(sequence: Sequence) -> dict[str, Any]:
         "cached_tokens": report.cached,
         "recomputed_tokens": total - report.cached - pulled,
         "miss_reason": report.miss_reason,
+        "pull_seconds": report.pull_seconds if report.pulled else None,
+        "expected_pull_seconds": report.expected_pull_seconds,
+        "expected_recompute_seconds": report.expected_recompute_seconds,
     }
 
 
@@ -323,8 +355,8 @@ def _blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def _extra_keys(salt: str | None) -> Callable[[int, int], object] | None:
+def _extra_keys(salt: str | None) -> ExtraKeys | None:
     """What besides tokens makes KV private: the cache salt, as vLLM hashes it."""
     if not salt:
         return None
-    return lambda start, end: (("cache_salt", salt),) if start == 0 else None
+    return ExtraKeys(lambda start, end: (("cache_salt", salt),) if start == 0 else None, [(0, 1)])

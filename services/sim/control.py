@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from services.sim.api_errors import ApiError
+from services.sim.link import Link
 
 
 class EngineControl(Protocol):
@@ -23,6 +24,9 @@ class EngineControl(Protocol):
 
     def refuse(self, seconds: float) -> None:
         """Take no new connections for a while."""
+
+    def set_link(self, link: Link) -> None:
+        """Change how fast the engine reads others' blocks, from the next read on."""
 
     def hang_up(self, client: tuple[str, int]) -> None:
         """Close the connection with a client, whatever it waits for."""
@@ -48,7 +52,15 @@ class Exit(msgspec.Struct, tag_field="action", tag="exit"):
     """End the engine for good."""
 
 
-Order = Start | Restart | Refuse | Exit
+class SetLink(msgspec.Struct, tag_field="action", tag="link"):
+    """Change how fast other engines' blocks are read. What is left out is the
+    profile's."""
+
+    bytes_per_second: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    transfer_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+
+Order = Start | Restart | Refuse | Exit | SetLink
 
 _ORDER = msgspec.json.Decoder(Order)
 
@@ -76,3 +88,5 @@ def carry_out(order: Order, control: EngineControl) -> None:
             control.refuse(order.seconds)
         case Exit():
             control.exit()
+        case SetLink():
+            control.set_link(Link(order.bytes_per_second, order.transfer_seconds))

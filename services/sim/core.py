@@ -10,10 +10,11 @@ from services.sim.blocks import BlockPool
 from services.sim.connector import Connector, Load, Remote, make_connector, remote_of
 from services.sim.faults import FaultKind, first
 from services.sim.kv import KvReader, start_digest
+from services.sim.leases import Leases
+from services.sim.link import Link
 from services.sim.model import SimModel
 from services.sim.peers import Peers, SideChannel
 from services.sim.pins import Pin, PinTable
-from services.sim.race import wait_or_sleep
 from services.sim.scheduler import Scheduler, Step
 from services.sim.sequence import Ending, Output, Phase, Sequence
 from services.sim.spec import EngineSpec, Identity, LoadFailurePolicy
@@ -21,6 +22,7 @@ from services.sim.stats import EngineStats
 from services.sim.tokenizer import EOS_ID
 from services.sim.transfers import LoadResult, Transfers
 from services.worker.clock import Clock
+from services.worker.race import wait_or_sleep
 from services.worker.tasks import BackgroundTasks
 
 _CATCH_UP_SECONDS = 0.1
@@ -41,6 +43,7 @@ class EngineCore:
         clock: the machine's clock.
         tasks: runs transfers.
         send_event: takes events for the sidecar.
+        link: how fast other engines' blocks are read; the profile's if omitted.
     """
 
     def __init__(
@@ -52,23 +55,28 @@ class EngineCore:
         clock: Clock,
         tasks: BackgroundTasks,
         send_event: EventSink,
+        link: Link | None = None,
     ) -> None:
         self.spec = spec
         self.identity = identity
         self.stats = EngineStats()
         self.pool = BlockPool(spec.num_blocks, spec.block_size, spec.freed_reads)
-        self.pins = PinTable(self.pool)
+        self.pins = PinTable(self.pool, lambda freed: self.leases.freed(freed))
+        self.leases = Leases(self.pins, self.now, lambda event: send_event(event, 0.0))
         self._clock = clock
         self._send_event = send_event
         self._connector: Connector = make_connector(spec, identity)
         self._model = SimModel(spec.answer_tokens)
         self._start = start_digest(spec.model)
-        self._transfers = Transfers(spec, peers, self.pool, self.stats, clock, self.now, tasks)
+        self._transfers = Transfers(
+            spec, peers, self.pool, self.stats, clock, self.now, tasks, link or Link()
+        )
         self.scheduler = Scheduler(spec, self.pool, self._connector, self.stats, self._start_load)
         self.side_channel = SideChannel(spec, identity, self.pool, self.pins, self.now, self.wake)
         self._wake = asyncio.Event()
         self._due = 0.0
         self._renew_at = 0.0
+        self._press_at: float | None = None
         self._pulls: dict[str, Remote] = {}  # by the request that reads
 
     def now(self) -> float:
@@ -105,6 +113,15 @@ class EngineCore:
         self.pins.release(request_ids, self.now())
         self.wake()
 
+    def snapshot(self) -> dict[str, Any]:
+        """The event that tells the sidecar what is retained now."""
+        return self.leases.snapshot()
+
+    def renew(self, leases: list[tuple[str, float]]) -> None:
+        """Keep pins for so many seconds from now, as the sidecar asks."""
+        self.leases.renew(leases)
+        self.wake()
+
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; False while blocks are in use."""
         self.pins.expire(self.now())
@@ -117,6 +134,7 @@ class EngineCore:
             self.pins.expire(self.now())
             self._renew_leases()
             step = self.scheduler.plan()
+            self._press_at = self.leases.press(self.scheduler.lacking_blocks)
             if step.work:
                 await self._pace(self._duration(step))
                 self._apply(step)
@@ -201,7 +219,16 @@ class EngineCore:
         outcome = self._connector.finished(sequence, ending, self.now())
         if outcome.keep_until is not None:
             deadline = outcome.keep_until if sequence.tracked else None
-            self.pins.add(Pin(sequence.request_id, sequence.blocks, deadline))
+            self.pins.add(
+                Pin(
+                    sequence.request_id,
+                    sequence.blocks,
+                    deadline,
+                    turn_id=outcome.event["turn_id"] if outcome.event else "",
+                    num_tokens=sequence.computed,
+                    ended_at=self.now(),
+                )
+            )
         elif not loading:
             # Blocks that are being filled are freed when the transfer has ended.
             self.pool.release(sequence.blocks)
@@ -219,6 +246,8 @@ class EngineCore:
     def _start_load(self, sequence: Sequence, load: Load) -> None:
         if load.local_blocks and not load.is_readback:
             self._pulls[load.request_id] = load.remote
+        if load.local_blocks and sequence.report is not None:
+            sequence.report.pull_started = self._clock.monotonic()
         self._transfers.start(
             load, sequence.faults, lambda result: self._load_done(sequence, load, result)
         )
@@ -227,6 +256,9 @@ class EngineCore:
         if not load.local_blocks:
             return
         self._pulls.pop(load.request_id, None)
+        report = sequence.report
+        if report is not None and report.pull_started is not None and result is LoadResult.DONE:
+            report.pull_seconds = self._clock.monotonic() - report.pull_started
         if sequence.ended:
             self.pool.release(sequence.blocks)
         elif result is LoadResult.DONE:
@@ -258,8 +290,10 @@ class EngineCore:
         moments = []
         if self.scheduler.num_waiting and self.spec.renews_leases:
             moments.append(self._renew_at)
-        if self.scheduler.waiting and (deadline := self.pins.next_deadline()) is not None:
+        if (deadline := self.pins.next_deadline()) is not None:
             moments.append(deadline - self.identity.clock_offset)
+        if self._press_at is not None:
+            moments.append(self._press_at - self.identity.clock_offset)
         if not moments:
             return None
         return max(min(moments) - self._clock.monotonic(), 0.0)

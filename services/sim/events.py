@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
-from services.sim.race import race
 from services.sim.spec import EngineSpec, Identity
 from services.worker.backoff import Backoff
 from services.worker.clock import Clock
 from services.worker.proof import CONTRACT_VERSION
+from services.worker.race import race
 from services.worker.tasks import BackgroundTasks
 
 _log = structlog.get_logger(__name__)
@@ -33,16 +32,33 @@ class _Release(msgspec.Struct, tag="release", tag_field="type"):
     request_ids: list[str]
 
 
-_RELEASE = msgspec.json.Decoder(_Release)
+class _Renew(msgspec.Struct, tag="renew", tag_field="type"):
+    pins: list[tuple[str, float]]
+
+
+_REQUEST: msgspec.json.Decoder[_Release | _Renew] = msgspec.json.Decoder(_Release | _Renew)
+
+
+class PinKeeper(Protocol):
+    """What the sidecar can do to an engine's pins."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """The event that says what is retained now."""
+
+    def release(self, request_ids: list[str]) -> None:
+        """Free these requests' blocks."""
+
+    def renew(self, leases: list[tuple[str, float]]) -> None:
+        """Keep these requests' blocks for so many seconds from now."""
 
 
 class EventLink:
-    """Sends events to the sidecar and passes its releases on.
+    """Sends events to the sidecar and passes on what it asks for.
 
     Args:
         path: the sidecar's Unix socket.
         hello: first event of every connection.
-        on_release: called with the request ids whose blocks shall be freed.
+        pins: the engine's pins.
         clock: paces retries and delays.
         tasks: runs delays.
     """
@@ -51,13 +67,13 @@ class EventLink:
         self,
         path: str,
         hello: dict[str, Any],
-        on_release: Callable[[list[str]], None],
+        pins: PinKeeper,
         clock: Clock,
         tasks: BackgroundTasks,
     ) -> None:
         self._path = path
         self._hello = _line(hello)
-        self._on_release = on_release
+        self._pins = pins
         self._clock = clock
         self._tasks = tasks
         self._queue: deque[bytes] = deque()
@@ -84,7 +100,7 @@ class EventLink:
                 continue
             backoff.reset()
             try:
-                writer.write(self._hello)
+                writer.write(self._hello + _line(self._pins.snapshot()))
                 await race(self._send_all(writer), self._receive(reader))
             except (OSError, ValueError) as error:
                 _log.info("event_connection_broken", path=self._path, error=str(error))
@@ -117,9 +133,14 @@ class EventLink:
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             try:
-                self._on_release(_RELEASE.decode(line).request_ids)
+                request = _REQUEST.decode(line)
             except msgspec.DecodeError as error:
                 _log.warning("event_line_unreadable", error=str(error))
+                continue
+            if isinstance(request, _Release):
+                self._pins.release(request.request_ids)
+            else:
+                self._pins.renew(request.pins)
 
 
 def hello(spec: EngineSpec, identity: Identity) -> dict[str, Any]:
@@ -147,8 +168,10 @@ def hello(spec: EngineSpec, identity: Identity) -> dict[str, Any]:
         "decoder_kv_blocks_ttl": spec.decoder_kv_blocks_ttl_seconds,
         "kv_recompute_threshold": spec.kv_recompute_threshold,
         "hybrid_kv_cache": False,
-        "lease_renewal": spec.renews_leases,
+        "lease_renewal": spec.renews_pins,
         "kv_cache_dtype": "auto",
+        "pin_lease_seconds": spec.retention_seconds if spec.renews_pins else 0.0,
+        "kv_block_bytes": spec.profile.transfer_bytes(1, spec.block_size),
     }
 
 

@@ -15,10 +15,10 @@ from services.sim.control import EngineControl
 from services.sim.core import EngineCore
 from services.sim.faults import Fault, FaultKind, first
 from services.sim.jobs import Job, JobMaker
-from services.sim.race import race
 from services.sim.reply_writer import Message, ReplyWriter, Send
 from services.sim.sequence import Ending, Output
 from services.worker.clock import Clock
+from services.worker.race import race
 
 Scope = Message
 Receive = Callable[[], Awaitable[Message]]

@@ -19,6 +19,7 @@ from services.sim.generate import GenerateParts
 from services.sim.http_api import EngineApi
 from services.sim.http_server import HttpServer, bind
 from services.sim.jobs import JobMaker
+from services.sim.link import Link
 from services.sim.peers import Peers
 from services.sim.spec import EngineSpec, Identity, new_identity
 from services.sim.tokenizer import Tokenizer
@@ -75,6 +76,7 @@ class EngineHost:
         self._events_socket = events_socket
         # Faults outlive a restart: they belong to the test, not to the engine.
         self._faults = FaultBook(seed, faults)
+        self.link = Link()  # nor does a network change with an engine
         self._server: HttpServer | None = None
         self._tasks: BackgroundTasks | None = None
         self._changed = asyncio.Condition()
@@ -123,6 +125,11 @@ class EngineHost:
         if self.state is HostState.UP and self._server is not None and self._tasks is not None:
             self._server.close_listener()
             self._tasks.start(self._accept_again(self._server, seconds), name="accept-again")
+
+    def set_link(self, link: Link) -> None:
+        """Change how fast others' blocks are read."""
+        self.link.bytes_per_second = link.bytes_per_second
+        self.link.transfer_seconds = link.transfer_seconds
 
     def hang_up(self, client: tuple[str, int]) -> None:
         """Close the connection with a client."""
@@ -205,12 +212,13 @@ class EngineHost:
             clock=self._environment.clock,
             tasks=tasks,
             send_event=send_event,
+            link=self.link,
         )
         if self._events_socket is not None and not spec.stock:
             link = EventLink(
                 self._events_socket,
                 hello(spec, identity),
-                core.release,
+                core,
                 self._environment.clock,
                 tasks,
             )

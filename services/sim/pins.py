@@ -7,7 +7,7 @@ are checked whenever someone looks, so an idle engine needs no timer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.sim.blocks import BlockPool
@@ -23,6 +23,13 @@ class Pin:
     """On the engine's clock. None: nothing frees the blocks, neither a reader nor a
     release nor time. Stock vLLM loses track like that of a decode request that
     computed its own prompt."""
+    turn_id: str = ""
+    """Turn that the sidecar knows of; empty if there is none."""
+    num_tokens: int = 0
+    ended_at: float = 0.0
+    """When the request ended, on the engine's clock."""
+    extension: float = 0.0
+    """Seconds by which the sidecar has moved the deadline."""
 
 
 class PinTable:
@@ -30,10 +37,14 @@ class PinTable:
 
     Args:
         pool: where the blocks go back to.
+        on_freed: called with pins that have ended.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(
+        self, pool: BlockPool, on_freed: Callable[[Sequence[Pin]], None] | None = None
+    ) -> None:
         self._pool = pool
+        self._on_freed = on_freed
         self._pins: dict[str, Pin] = {}
         self._check_at = math.inf  # no deadline comes before this
         self.expired = 0
@@ -68,7 +79,7 @@ class PinTable:
         if pin is None or pin.deadline is None:
             self.unknown_notifications += 1
             return False
-        self._pool.release(self._pins.pop(request_id).blocks)
+        self._free([request_id])
         return True
 
     def renew(self, request_ids: Iterable[str], until: float, now: float) -> None:
@@ -96,10 +107,16 @@ class PinTable:
             for pin in self._pins.values()
             if pin.deadline is not None and pin.deadline <= now
         ]
-        for request_id in due:
-            self.expired += 1
-            self._pool.release(self._pins.pop(request_id).blocks)
+        self.expired += len(due)
+        self._free(due)
         self._check_at = min(self._deadlines(), default=math.inf)
+
+    def _free(self, request_ids: Iterable[str]) -> None:
+        freed = [self._pins.pop(request_id) for request_id in request_ids]
+        for pin in freed:
+            self._pool.release(pin.blocks)
+        if freed and self._on_freed is not None:
+            self._on_freed(freed)
 
     def _deadlines(self) -> Iterator[float]:
         return (pin.deadline for pin in self._pins.values() if pin.deadline is not None)

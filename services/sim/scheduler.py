@@ -61,6 +61,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.loading: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
+        self.lacking_blocks = 0
+        """Blocks that the last step would have needed more."""
 
     @property
     def num_waiting(self) -> int:
@@ -75,6 +77,7 @@ class Scheduler:
     def plan(self) -> Step:
         """Choose the work of the next step and give it its blocks."""
         step = Step()
+        self.lacking_blocks = 0
         preempted = self._stats.num_preemptions
         for sequence in list(self.running):
             if sequence.phase is not Phase.RUNNING:
@@ -154,6 +157,7 @@ class Scheduler:
         fresh = self._blocks_for(covered) - len(cached)
         unused = sum(1 for block in cached if not self._pool.users(block))
         if fresh + unused > self._pool.num_free:
+            self.lacking_blocks = fresh + unused - self._pool.num_free
             return False
         self._pool.share(cached)
         sequence.blocks = [*cached, *(self._pool.allocate(fresh) or ())]
@@ -193,6 +197,7 @@ class Scheduler:
             return True
         blocks = self._pool.allocate(missing)
         if blocks is None:
+            self.lacking_blocks = missing - self._pool.num_free
             return False
         sequence.blocks += blocks
         return True

@@ -92,6 +92,12 @@ class PrefillReport:
     cached: int = 0
     pulled: int = 0
     miss_reason: str | None = None
+    held_back: bool = False
+    """Less than what is proven is offered for the pull."""
+    pull_started: float | None = None
+    pull_seconds: float | None = None
+    expected_pull_seconds: float | None = None
+    expected_recompute_seconds: float | None = None
 
 
 @dataclass(eq=False)

@@ -91,8 +91,8 @@ class SimSettings(BaseSettings):
     enable_prompt_tokens_details: bool = False
     """Tell cached tokens in usage, as vLLM does with the flag of that name."""
     vllm_version: str = Field("0.32.0", pattern=r"^\d+\.\d+(\.\d+)?$")
-    """Version to behave as: from 0.22 leases are renewed, from 0.33 streams carry
-    transfer params."""
+    """Version to behave as: from 0.22 prefill's blocks are kept alive on heartbeats,
+    from 0.29 decode's by renewals, from 0.33 streams carry transfer params."""
 
     block_size: PositiveInt = 16
     """Tokens per KV block."""
@@ -113,6 +113,8 @@ class SimSettings(BaseSettings):
     """Tokens below which prefill recomputes instead of pulling."""
     decoder_kv_blocks_ttl_seconds: PositiveFloat = 480
     """How long decode keeps a finished turn's blocks."""
+    pin_lease_seconds: PositiveFloat = 60
+    """How long it keeps them unless the sidecar renews their lease: kvloop_pin_lease."""
     kv_lease_duration_seconds: PositiveFloat = 30
     """How long prefill keeps blocks that decode has not read."""
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
@@ -226,10 +228,12 @@ class SimSettings(BaseSettings):
                 answer_tokens=self.answer_tokens,
                 profile=self.profile,
                 time_scale=self.time_scale,
+                has_sidecar=self.events_socket is not None,
                 stock=self.stock,
                 bidirectional=self.bidirectional_kv_xfer,
                 kv_recompute_threshold=self.kv_recompute_threshold,
                 decoder_kv_blocks_ttl_seconds=self.decoder_kv_blocks_ttl_seconds,
+                pin_lease_seconds=self.pin_lease_seconds,
                 kv_lease_seconds=self.kv_lease_duration_seconds,
                 load_failure_policy=LoadFailurePolicy(self.kv_load_failure_policy),
                 freed_reads=FreedReads(self.freed_blocks_read),

@@ -48,11 +48,15 @@ class EngineSpec:
     profile: Profile
     time_scale: float
     """Simulated durations are multiplied by this. 0: nothing takes any time."""
+    has_sidecar: bool
+    """There is someone whom the connector tells of finished turns."""
     stock: bool
     """Behave as stock NixlConnector does, without proof and events."""
     bidirectional: bool
     kv_recompute_threshold: int
     decoder_kv_blocks_ttl_seconds: float
+    pin_lease_seconds: float
+    """kvloop_pin_lease: how long decode keeps blocks unless they are renewed."""
     kv_lease_seconds: float
     load_failure_policy: LoadFailurePolicy
     freed_reads: FreedReads
@@ -70,6 +74,23 @@ class EngineSpec:
     def renews_leases(self) -> bool:
         """vLLM from 0.22 keeps blocks alive on heartbeats."""
         return self.vllm_version >= (0, 22)
+
+    @property
+    def checks_deadlines(self) -> bool:
+        """vLLM from 0.29 declines reads past the deadline that decode wrote into the
+        handle; 0.25 does not."""
+        return self.vllm_version >= (0, 29)
+
+    @property
+    def renews_pins(self) -> bool:
+        """Where deadlines are checked, kvloop's connector keeps blocks by lease."""
+        return self.checks_deadlines and not self.stock
+
+    @property
+    def retention_seconds(self) -> float:
+        """How long decode keeps blocks that nobody renews."""
+        ttl = self.decoder_kv_blocks_ttl_seconds
+        return min(self.pin_lease_seconds, ttl) if self.renews_pins else ttl
 
     @property
     def version_text(self) -> str:

@@ -43,6 +43,7 @@ def engine_state(core: EngineCore, faults: FaultBook, *, with_blocks: bool) -> d
         "pins": [
             {
                 "request_id": pin.request_id,
+                "turn_id": pin.turn_id,
                 "blocks": pin.blocks,
                 "expires_in_seconds": None if pin.deadline is None else pin.deadline - now,
             }

@@ -10,6 +10,7 @@ import structlog
 from services.sim.blocks import BlockPool
 from services.sim.connector import Load, Remote
 from services.sim.faults import Fault, FaultKind, first
+from services.sim.link import Link
 from services.sim.peers import PeerError, PeerInfo, Peers
 from services.sim.spec import EngineSpec
 from services.sim.stats import EngineStats
@@ -44,6 +45,7 @@ class Transfers:
         clock: the machine's clock.
         now: the engine's clock.
         tasks: runs reads.
+        link: how fast they are.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Transfers:
         clock: Clock,
         now: Callable[[], float],
         tasks: BackgroundTasks,
+        link: Link,
     ) -> None:
         self._spec = spec
         self._peers = peers
@@ -63,6 +66,7 @@ class Transfers:
         self._clock = clock
         self._now = now
         self._tasks = tasks
+        self._link = link
         self._known: dict[str, tuple[PeerInfo, float]] = {}  # by engine id, with clock offset
         self._link_free_at = 0.0
 
@@ -139,7 +143,7 @@ class Transfers:
         remote = load.remote
         if count > len(remote.blocks):
             raise PeerError(f"{count} blocks to fill, but the params name {len(remote.blocks)}")
-        seconds = self._spec.profile.transfer(count, self._spec.block_size)
+        seconds = self._link.over(self._spec.profile).transfer(count, self._spec.block_size)
         slow = first(faults, FaultKind.SLOW_TRANSFER)
         start = max(self._clock.monotonic(), self._link_free_at)
         self._link_free_at = start + seconds * self._spec.time_scale

@@ -7,7 +7,12 @@ import sys
 
 import structlog
 
-from services.common.process import load_settings, run_service, setup_logging
+from services.common.process import (
+    load_settings,
+    reload_on_hangup,
+    run_service,
+    setup_logging,
+)
 from services.worker import app
 from services.worker.settings import WorkerSettings
 
@@ -24,7 +29,8 @@ async def _run(settings: WorkerSettings) -> None:
             address=worker.address,
         )
         try:
-            await asyncio.Event().wait()
+            with reload_on_hangup(worker.reload):
+                await asyncio.Event().wait()
         finally:
             _log.info("worker_stopping", grace_seconds=settings.grace_seconds)
 

@@ -64,9 +64,9 @@ class AnswerReader:
                 names.append(call.function.name or "")
                 arguments.append(call.function.arguments or "")
 
-    def message(self) -> history_digest.Message | None:
+    def messages(self) -> list[history_digest.Message] | None:
         """The message so far; None if a piece could not be read."""
         if not self._readable:
             return None
         calls = [("".join(n), "".join(a)) for _, (n, a) in sorted(self._calls.items())]
-        return history_digest.answer("".join(self._text), calls)
+        return [history_digest.answer("".join(self._text), calls)]

@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kvloop import rpc
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common import metrics_http, rpc_server
 from services.common.addresses import join_host_port, split_host_port
+from services.common.process import reload_all
+from services.common.rpc_tracing import span_interceptors
 from services.worker import events
 from services.worker.admission import Admission
 from services.worker.clock import Clock, SystemClock
 from services.worker.commits import CommitLimits, TurnCommitter
 from services.worker.decode import DecodeLeg
 from services.worker.engine import Engine
+from services.worker.engine_command import ENGINE_KEEP_ALIVE_SECONDS
 from services.worker.engine_process import EngineProcess
 from services.worker.event_hub import EventHub
 from services.worker.event_messages import Hello
-from services.worker.http_engine import open_engine
+from services.worker.http_engine import KEEP_ALIVE_SECONDS, open_engine
 from services.worker.launcher import launch
 from services.worker.ledger import GrpcLedger, Ledger
 from services.worker.metrics import WorkerMetrics
+from services.worker.pin_ledger import GrpcPinLedger, PinLedger
 from services.worker.prefill import PrefillLeg
+from services.worker.pull_costs import GuardLimits, PullCosts
 from services.worker.readiness import until_ready, watch_health, watch_process
 from services.worker.registration import Registration
 from services.worker.registry import GrpcRegistry, Registry
 from services.worker.releases import GrpcReleaseFeed, ReleaseFeed, ReleaseFollower
+from services.worker.retention import look_after_pins
 from services.worker.service import WorkerParts, WorkerService
 from services.worker.settings import WorkerSettings
 from services.worker.tasks import background_tasks
 from services.worker.worker_record import check_reachable, check_role, worker_record
+
+_SPANS = {"Prefill": "prefill", "Decode": "decode"}
+"""Calls of turns, and the names of their spans."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class Worker:
     admission: Admission
     registration: Registration
     metrics: WorkerMetrics
+    reload: Callable[[], None]
+    """Reads the files again that may be replaced while it serves."""
 
 
 @asynccontextmanager
@@ -58,6 +70,7 @@ async def build(
     ledger: Ledger | None = None,
     registry: Registry | None = None,
     releases: ReleaseFeed | None = None,
+    pin_ledger: PinLedger | None = None,
 ) -> AsyncIterator[Worker]:
     """Serve one leg on one engine while the block runs.
 
@@ -73,16 +86,23 @@ async def build(
         ledger: the conversation ledger; kvmeta's if omitted.
         registry: the worker registry; kvmeta's if omitted.
         releases: what the ledger wants freed; kvmeta's if omitted.
+        pin_ledger: says which pins are wanted; kvmeta's if omitted.
 
     Raises:
-        OSError: an address or the event socket cannot be bound.
+        OSError: an address or the event socket cannot be bound, or a file cannot
+            be read.
         UnavailableError: the engine did not start, or has ended.
         PreconditionError: engine, connector or registry do not fit together.
     """
     clock = clock or SystemClock()
     counters = WorkerMetrics()
+    tls = settings.server_tls()
+    kvmeta_tls = settings.peer_tls(settings.peer_tls_kvmeta_name)
     _require_free(settings.listen)
     async with AsyncExitStack() as stack:
+        tracing = await stack.enter_async_context(
+            settings.open_tracing(f"kvloop-{settings.role}", settings.worker_id)
+        )
         if settings.metrics_listen is not None:
             stack.enter_context(metrics_http.expose(counters.registry, settings.metrics_listen))
         hub = EventHub(clock, counters)
@@ -98,6 +118,9 @@ async def build(
                     settings.engine_base_url,
                     max_connections=settings.engine_max_connections,
                     connect_timeout_seconds=settings.engine_connect_timeout_seconds,
+                    keep_alive_seconds=KEEP_ALIVE_SECONDS
+                    if process is None
+                    else 0.8 * ENGINE_KEEP_ALIVE_SECONDS,
                 )
             )
         model, hello = await until_ready(
@@ -112,7 +135,9 @@ async def build(
         check_role(hello, settings.role)
         _require_reachable(settings, hello.side_channel_host)
 
-        channel = await stack.enter_async_context(rpc.open_channel(settings.kvmeta))
+        channel = await stack.enter_async_context(
+            rpc.open_channel(settings.kvmeta, kvmeta_tls, replicated=True)
+        )
         host, _ = split_host_port(settings.listen)
         address = settings.advertise or settings.listen  # until the port is known
 
@@ -148,6 +173,7 @@ async def build(
                 settle_timeout_seconds=settings.settle_timeout_seconds,
             ),
         )
+        costs = PullCosts(lambda: hub.identity, clock, counters, _guard_limits(settings))
         service = WorkerService(
             WorkerParts(
                 role=settings.role,
@@ -156,7 +182,8 @@ async def build(
                 hub=hub,
                 admission=admission,
                 registration=registration,
-                prefill=PrefillLeg(engine, counters),
+                costs=costs,
+                prefill=PrefillLeg(engine, costs, counters),
                 decode=DecodeLeg(engine, hub, committer, counters),
                 record=record,
             )
@@ -167,6 +194,10 @@ async def build(
                 lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server),
                 [worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]],
                 grace_seconds=settings.grace_seconds,
+                tls=tls,
+                registry=counters.registry,
+                drain=rpc_server.Drain(settings.drain_seconds),
+                interceptors=span_interceptors(tracing, _SPANS),
             )
         )
         address = settings.advertise or join_host_port(host, port)
@@ -181,13 +212,27 @@ async def build(
             feed = releases or GrpcReleaseFeed(channel)
             follower = ReleaseFollower(feed, hub, clock, settings.worker_id)
             tasks.start(follower.run(), name="releases")
+            pin_ledger = pin_ledger or GrpcPinLedger(channel, settings.worker_id)
+            look_after_pins(settings, tasks, hub, pin_ledger, engine, admission, clock, counters)
         tasks.start(
             watch_process(process)
             if process is not None
             else watch_health(engine, clock, poll_seconds=settings.engine_poll_seconds),
             name="engine-watch",
         )
-        yield Worker(port, address, admission, registration, counters)
+        reload = partial(reload_all, tls, kvmeta_tls)
+        yield Worker(port, address, admission, registration, counters, reload)
+
+
+def _guard_limits(settings: WorkerSettings) -> GuardLimits:
+    """When links are probed, by the settings."""
+    return GuardLimits(
+        enabled=settings.pull_guard,
+        probe_tokens=settings.pull_probe_tokens,
+        probe_turns=settings.pull_probe_turns,
+        probe_seconds=settings.pull_probe_seconds,
+        probe_overdue_seconds=settings.pull_probe_overdue_seconds,
+    )
 
 
 def _require_reachable(settings: WorkerSettings, side_channel_host: str) -> None:

@@ -56,9 +56,10 @@ class _ReplyJson(msgspec.Struct):
 _REPLY = msgspec.json.Decoder(_ReplyJson)
 _CHUNK = msgspec.json.Decoder(_ChunkJson)
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_INTERNAL = (KV_TRANSFER_PARAMS, "ec_transfer_params")
+INTERNAL_MEMBERS = (KV_TRANSFER_PARAMS, "ec_transfer_params")
 """What engines tell each other. Absent from what is passed on, null or not."""
-_INTERNAL_MARK = b'_transfer_params"'
+INTERNAL_MARK = b'_transfer_params"'
+"""Part of their names: a piece without it has none of them."""
 
 
 def read_chunk(payload: bytes) -> Chunk:
@@ -67,7 +68,7 @@ def read_chunk(payload: bytes) -> Chunk:
     Raises:
         KvloopError: the event is an error; the class fits the engine's status.
     """
-    if _INTERNAL_MARK in payload:
+    if INTERNAL_MARK in payload:
         payload = _without_params(payload)
     if b'"error"' in payload and (error := engine_errors.from_event(payload)) is not None:
         raise error
@@ -90,7 +91,7 @@ def read_chunk(payload: bytes) -> Chunk:
 
 def read_whole(reply: bytes) -> Chunk:
     """Look at a reply that came in one piece."""
-    if _INTERNAL_MARK in reply:
+    if INTERNAL_MARK in reply:
         reply = _without_params(reply)
     try:
         usage = _REPLY.decode(reply).usage
@@ -118,5 +119,5 @@ def _without_params(payload: bytes) -> bytes:
         members = _MEMBERS.decode(payload)
     except msgspec.DecodeError:
         return payload
-    kept = {name: raw for name, raw in members.items() if name not in _INTERNAL}
+    kept = {name: raw for name, raw in members.items() if name not in INTERNAL_MEMBERS}
     return payload if len(kept) == len(members) else msgspec.json.encode(kept)

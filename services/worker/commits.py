@@ -16,11 +16,14 @@ from kvloop.errors import (
     PreconditionError,
     UnavailableError,
 )
+from services.common.span_attributes import RETAINED_TOKENS
+from services.common.tracing import child_span
 from services.worker.backoff import Backoff
 from services.worker.clock import Clock
 from services.worker.event_hub import EventHub, FinishedTurn, TurnWatch
 from services.worker.ledger import Commit, Conversation, Ledger
 from services.worker.metrics import WorkerMetrics
+from services.worker.pins import ReleaseCause
 from services.worker.tasks import BackgroundTasks
 
 _log = structlog.get_logger(__name__)
@@ -106,6 +109,17 @@ class TurnCommitter:
         unclaimed and its blocks are released; after that the commit is finished
         whatever the caller does.
         """
+        with child_span("commit_turn") as span:
+            result = await self._commit(watch, conversation)
+            span.tell(
+                {
+                    "kvloop.commit_outcome": result.outcome.value,
+                    RETAINED_TOKENS: result.retained_tokens,
+                }
+            )
+        return result
+
+    async def _commit(self, watch: TurnWatch, conversation: Conversation) -> CommitResult:
         try:
             async with asyncio.timeout(self._limits.event_timeout_seconds):
                 turn = await watch.finished()
@@ -116,13 +130,21 @@ class TurnCommitter:
             return CommitResult(CommitOutcome.NOT_PINNED)
         watch.claim()
         storing = self._tasks.start(
-            self._store(turn, watch.turn_id, conversation), name=f"commit-{watch.turn_id}"
+            self._settle(turn, watch.turn_id, conversation), name=f"commit-{watch.turn_id}"
         )
         try:
             async with asyncio.timeout(self._limits.commit_timeout_seconds):
                 return await asyncio.shield(storing)
         except TimeoutError:
             return CommitResult(CommitOutcome.LEDGER_UNAVAILABLE)
+
+    async def _settle(
+        self, turn: FinishedTurn, turn_id: str, conversation: Conversation
+    ) -> CommitResult:
+        try:
+            return await self._store(turn, turn_id, conversation)
+        finally:
+            self._hub.pins.settle(turn_id, conversation.tenant)
 
     async def _store(
         self, turn: FinishedTurn, turn_id: str, conversation: Conversation
@@ -142,6 +164,7 @@ class TurnCommitter:
                 engine=turn.engine,
                 params=turn.params,
                 engine_ttl_seconds=turn.ttl_seconds - age,
+                retention_ttl_seconds=max(turn.renewable_seconds - age, 0.0),
                 num_tokens=turn.num_tokens,
                 num_blocks=turn.num_blocks,
             )
@@ -150,17 +173,17 @@ class TurnCommitter:
                     commit, timeout_seconds=self._limits.commit_timeout_seconds
                 )
             except ConflictError:
-                self._hub.release_turn(turn)
+                self._hub.release_turn(turn, ReleaseCause.SUPERSEDED)
                 return CommitResult(CommitOutcome.SUPERSEDED)
             except (PreconditionError, InvalidFieldError, LimitError) as error:
                 log.warning("commit_refused", reason=error.reason, error=error.message)
-                self._hub.release_turn(turn)
+                self._hub.release_turn(turn, ReleaseCause.NOT_STORED)
                 return CommitResult(CommitOutcome.LEDGER_UNAVAILABLE)
             except KvloopError as error:
                 may_be_stored = may_be_stored or not _never_reached(error)
                 if not may_be_stored:
                     log.warning("commit_unreachable", reason=error.reason)
-                    self._hub.release_turn(turn)
+                    self._hub.release_turn(turn, ReleaseCause.NOT_STORED)
                     return CommitResult(CommitOutcome.LEDGER_UNAVAILABLE)
                 if self._clock.monotonic() >= give_up_at:
                     log.error("commit_unsettled", reason=error.reason)

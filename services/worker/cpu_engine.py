@@ -1,9 +1,8 @@
 """Cures for vLLM's CPU build when it transfers KV over NIXL.
 
-Without the first two, a pair of engines on a small machine takes 5 to 60 s for
+Without them, a pair of engines on a small machine takes 5 to 60 s for
 requests that need 0.3 s (measured with vLLM 0.32 and nixl 1.5.1 on two cores).
-The others keep an engine that only holds retained blocks from taking the cores
-that its neighbours compute on. CUDA engines are left alone.
+CUDA engines are left alone.
 
 Only the standard library and what vLLM brings are used.
 """
@@ -13,13 +12,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import time
 
-IDLE_STEP_SECONDS = 0.005
-"""Pause in a scheduling step that schedules nothing. vLLM steps without end while
-blocks are retained; a new request waits for the pause at most."""
-
-_SPIN_SECONDS = 0.002
+PAUSE_SECONDS = 0.005
+"""Pause in a scheduling step that schedules nothing, so that engines that wait for a
+transfer leave the cores to those that compute. A new request ends it."""
 
 
 def poll_transfers_inline() -> None:
@@ -55,30 +51,3 @@ def use_all_cores() -> None:
             os.sched_setaffinity(int(thread), cores)
         except OSError:
             continue  # the thread has ended
-
-
-def wait_without_spinning() -> None:
-    """Let processes that wait for a message sleep after two milliseconds.
-
-    vLLM's shared-memory queues spin for a second after every message, so an
-    engine that steps without end keeps its worker spinning for ever.
-    """
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    condition = getattr(shm_broadcast, "SpinCondition", None)
-    if condition is None or hasattr(condition, "kvloop_spin_seconds"):
-        return  # an older vLLM, or done already
-    original = condition.wait
-
-    def wait(self: object, timeout_ms: int | None = None) -> None:
-        self.busy_loop_s = _SPIN_SECONDS  # type: ignore[attr-defined]
-        original(self, timeout_ms)
-
-    condition.kvloop_spin_seconds = _SPIN_SECONDS
-    condition.wait = wait
-
-
-def pause_if_idle(scheduled_tokens: int) -> None:
-    """Give the cores to others in a step that schedules nothing."""
-    if scheduled_tokens == 0:
-        time.sleep(IDLE_STEP_SECONDS)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import structlog
 
+from kvloop.errors import KvloopError
 from services.common import history_digest
+from services.worker import chunks, response_events
 from services.worker.answer import AnswerReader
-from services.worker.chunks import Chunk, Usage, read_chunk, read_whole
+from services.worker.chunks import Chunk, Usage
 from services.worker.commits import CommitOutcome, CommitResult, TurnCommitter
 from services.worker.engine import DONE, Api, Engine
 from services.worker.event_hub import EventHub, TurnWatch
 from services.worker.ledger import Conversation
 from services.worker.legs import (
+    Prompt,
     decode_body,
     parse_body,
     require_splittable,
@@ -45,6 +49,8 @@ class DecodeOrder:
     from them and the answer; empty if it has an id."""
     whole: bool = False
     """Ask the engine for its reply in one piece."""
+    prompt: Prompt | None = None
+    """Where the body has its prompt, if that is known to be well formed."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,35 @@ class DecodeSummary:
 
     usage: Usage
     commit: CommitResult
+
+
+class _Reader(Protocol):
+    """Puts the answer together from what the engine writes."""
+
+    def add(self, piece: bytes) -> None:
+        """Take in one event, or the whole reply."""
+
+    def messages(self) -> list[history_digest.Message] | None:
+        """The answer so far, as messages; None if a piece could not be read."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How an endpoint writes its answers."""
+
+    read_event: Callable[[bytes], Chunk]
+    read_whole: Callable[[bytes], Chunk]
+    reader: Callable[[], _Reader]
+
+
+_CHOICES = _Form(chunks.read_chunk, chunks.read_whole, AnswerReader)
+_FORMS: Mapping[Api, _Form] = {
+    Api.CHAT_COMPLETIONS: _CHOICES,
+    Api.COMPLETIONS: _CHOICES,
+    Api.RESPONSES: _Form(
+        response_events.read_event, response_events.read_whole, response_events.ResponseReader
+    ),
+}
 
 
 class DecodeLeg:
@@ -73,10 +108,11 @@ class DecodeLeg:
         self._committer = committer
         self._metrics = metrics
 
-    async def run(self, order: DecodeOrder) -> AsyncGenerator[bytes | DecodeSummary, None]:
+    async def run(self, order: DecodeOrder) -> AsyncGenerator[list[bytes] | DecodeSummary, None]:
         """Run one leg: chunks as the engine wrote them, or its one reply, then the summary.
 
-        The chunk that ends the answer, and what follows it, is held back until
+        Chunks that arrived together come together, and nothing waits for more of
+        them. The chunk that ends the answer, and what follows it, is held back until
         the turn's handle is in the ledger or surely will not be, so that
         whoever has the whole answer can use the handle. Closing the iterator
         aborts the engine's request.
@@ -85,45 +121,61 @@ class DecodeLeg:
             InvalidFieldError: the body or the params are at fault.
             KvloopError: as for the Engine port, also in the middle.
         """
-        members = parse_body(order.body)
+        form = _FORMS[order.api]
+        members = parse_body(order.body, order.prompt)
         if order.params:
             require_splittable(order.api, members)
         # Several sequences would leave several handles, of which the next turn
         # continues one at most.
         retain = order.conversation is not None and not unsplittable_field(order.api, members)
         make_body = whole_decode_body if order.whole else decode_body
-        body = make_body(members, turn_id=order.turn_id, params=order.params, retain=retain)
-        forward_usage = order.whole or wants_usage_chunk(members)
+        body = make_body(
+            order.api, members, turn_id=order.turn_id, params=order.params, retain=retain
+        )
+        forward_usage = order.whole or wants_usage_chunk(order.api, members)
         usage = Usage()
         commit: CommitResult | None = None
-        answer = AnswerReader() if order.history and retain else None
+        answer = form.reader() if order.history and retain else None
         with self._hub.watch(order.turn_id) as watch:
-            async with aclosing(self._chunks(order, body)) as chunks:
-                async for chunk in chunks:
-                    usage = chunk.usage or usage
-                    if answer is not None:
-                        answer.add(chunk.json)
-                    if chunk.ends_answer and commit is None:
-                        commit = await self._commit(watch, order, retain, answer)
-                    if forward_usage or not chunk.only_usage:
-                        yield chunk.json
+            async with aclosing(self._arrivals(order, body, form)) as arrivals:
+                async for arrived in arrivals:
+                    ready: list[bytes] = []
+                    try:
+                        for chunk in arrived:
+                            usage = chunk.usage or usage
+                            if answer is not None:
+                                answer.add(chunk.json)
+                            if chunk.ends_answer and commit is None:
+                                if ready:
+                                    yield ready
+                                    ready = []
+                                commit = await self._commit(watch, order, retain, answer)
+                            if forward_usage or not chunk.only_usage:
+                                ready.append(chunk.json)
+                    except KvloopError:
+                        if ready:  # what came before the error
+                            yield ready
+                        raise
+                    if ready:
+                        yield ready
             if commit is None:
                 commit = await self._commit(watch, order, retain, answer)
         self._metrics.commits.labels(outcome=commit.outcome).inc()
         yield DecodeSummary(usage, commit)
 
-    async def _chunks(self, order: DecodeOrder, body: bytes) -> AsyncGenerator[Chunk, None]:
+    async def _arrivals(
+        self, order: DecodeOrder, body: bytes, form: _Form
+    ) -> AsyncGenerator[Iterable[Chunk], None]:
+        """Chunks that arrived together; each is read when it is its turn."""
         if order.whole:
-            yield read_whole(await self._engine.complete(order.api, body))
+            yield (form.read_whole(await self._engine.complete(order.api, body)),)
             return
         async with self._engine.stream(order.api, body) as batches:
             async for batch in batches:
-                for payload in batch:
-                    if payload != DONE:
-                        yield read_chunk(payload)
+                yield (form.read_event(payload) for payload in batch if payload != DONE)
 
     async def _commit(
-        self, watch: TurnWatch, order: DecodeOrder, retain: bool, answer: AnswerReader | None
+        self, watch: TurnWatch, order: DecodeOrder, retain: bool, answer: _Reader | None
     ) -> CommitResult:
         conversation = order.conversation
         if conversation is None:
@@ -131,11 +183,11 @@ class DecodeLeg:
         if not retain:
             return CommitResult(CommitOutcome.NOT_PINNED)
         if answer is not None:
-            said = answer.message()
+            said = answer.messages()
             if said is None:
                 _log.warning("answer_not_readable", turn_id=order.turn_id)
                 return CommitResult(CommitOutcome.NOT_REQUESTED)
-            digest = history_digest.extend(order.history, said)
+            digest = history_digest.extend_all(order.history, said)
             conversation = replace(
                 conversation, conversation_id=history_digest.conversation_id(digest), turn=0
             )

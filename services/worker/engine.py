@@ -17,6 +17,7 @@ class Api(StrEnum):
 
     CHAT_COMPLETIONS = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
     TOKENIZE = "/tokenize"
 
 
@@ -57,6 +58,7 @@ class Engine(Protocol):
     All calls raise:
         InvalidFieldError: ENGINE_REJECTED, the engine refused the request.
         ModelNotFoundError: the engine does not serve the model.
+        UnsupportedError: ENDPOINT_UNSUPPORTED, it does not have the endpoint.
         InternalError: ENGINE_FAILED, the engine answered with a server error.
         UnavailableError: ENGINE_UNREACHABLE, the request surely never reached
             the engine (metadata reached = "false"); or ENGINE_LOST, the
@@ -72,7 +74,8 @@ class Engine(Protocol):
         """Send a request and receive its server-sent events as they come.
 
         The iterator gives the data of the events that arrived together, down to
-        and including `[DONE]`. A stream that ends before is ENGINE_LOST.
+        and including `[DONE]`. A stream that ends before is ENGINE_LOST. Streams
+        of responses have no `[DONE]`: they end with the body of the reply.
         """
 
     async def models(self) -> Sequence[EngineModel]:

@@ -18,6 +18,11 @@ Role = Literal["prefill", "decode"]
 """Leg that a worker runs."""
 
 
+ENGINE_KEEP_ALIVE_SECONDS = 75
+"""How long an engine keeps idle connections, so that the next turn of a conversation
+need not open new ones."""
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """What decides how vLLM is started."""
@@ -36,10 +41,13 @@ class EngineOptions:
     """Directory from which the engine can import the connector."""
     kv_recompute_threshold: int
     decoder_kv_blocks_ttl_seconds: int
+    pin_lease_seconds: int
     kv_layout: KvLayout
     cpu_kv_cache_gib: int | None
     cpu_threads: int | None
     extra_args: Sequence[str]
+    nixl_backends: Sequence[str] = ()
+    """Empty: vLLM's own choice."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,7 @@ def engine_command(options: EngineOptions) -> EngineCommand:
         "PYTHONPATH": str(options.import_root),
         "PYTHONHASHSEED": "0",  # both engines must hash prefixes alike
         "PYTHONUNBUFFERED": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(ENGINE_KEEP_ALIVE_SECONDS),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": options.side_channel_host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(options.side_channel_port),
         # vLLM 0.21 to 0.23 keep blocks for this long; decoder_kv_blocks_ttl is newer.
@@ -123,7 +132,10 @@ def _kv_transfer_config(options: EngineOptions) -> dict[str, Any]:
         "bidirectional_kv_xfer": True,
         "kv_recompute_threshold": options.kv_recompute_threshold,
         "decoder_kv_blocks_ttl": options.decoder_kv_blocks_ttl_seconds,
+        "kvloop_pin_lease": options.pin_lease_seconds,
     }
+    if options.nixl_backends:
+        extra["backends"] = list(options.nixl_backends)
     if options.kv_layout.cross_layers:
         extra["enable_cross_layers_blocks"] = True
     return {

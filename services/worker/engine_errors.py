@@ -15,6 +15,7 @@ from kvloop.errors import (
     KvloopError,
     ModelNotFoundError,
     UnavailableError,
+    UnsupportedError,
 )
 
 _log = structlog.get_logger(__name__)
@@ -23,6 +24,8 @@ _REJECTIONS = frozenset({400, 413, 415, 422})
 """The request is at fault. Others of the 4xx speak of the sidecar's own call: a
 missing key, a path that this engine does not have."""
 _BUSY = frozenset({429, 503})
+_NO_ENDPOINT = frozenset({404, 405, 501})
+"""Unless it is about the model, the engine does not have what was asked for."""
 
 _MAX_MESSAGE = 1024
 """Characters of the engine's message that are passed on: errors travel in
@@ -83,6 +86,12 @@ def _make(status: int, error: dict[str, Any], body: bytes, *, fallback: str) -> 
             f"the engine does not serve the model: {message}",
             reason=ModelNotFoundError.default_reason,
             **facts,
+        )
+    if status in _NO_ENDPOINT:
+        return UnsupportedError(
+            "the engine that serves this model does not have this endpoint",
+            reason="ENDPOINT_UNSUPPORTED",
+            http_status=status,
         )
     if status in _REJECTIONS:
         if isinstance(param := error.get("param"), str):

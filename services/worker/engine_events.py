@@ -1,8 +1,8 @@
 """The engine's end of the event socket between connector and sidecar.
 
 The connector runs in vLLM's scheduler, which must never wait. So a thread owns
-the Unix socket: events go into a bounded queue, and releases asked for by the
-sidecar are collected until the scheduler fetches them.
+the Unix socket: events go into a bounded queue, and releases and renewals asked for
+by the sidecar are collected until the scheduler fetches them.
 
 Every line is one JSON object. Only the standard library is used: this module
 runs inside vLLM.
@@ -17,9 +17,11 @@ import queue
 import selectors
 import socket
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 _log = logging.getLogger("vllm.kvloop.events")
+_Item = TypeVar("_Item")
 
 MAX_QUEUED = 10_000
 """Events kept while no sidecar is connected. Beyond it the oldest is dropped:
@@ -35,14 +37,28 @@ class EngineEvents:
     Args:
         path: the sidecar's Unix socket.
         hello: first event of every connection; says which engine this is.
+        pins: what the engine retains; the second event of every connection. Called
+            in another thread. An event that was queued before may follow and tell
+            of a pin that is in it, or is gone from it.
+        on_request: called in another thread when the sidecar has asked for something.
     """
 
-    def __init__(self, path: str, hello: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        path: str,
+        hello: dict[str, Any],
+        *,
+        pins: Callable[[], list[dict[str, Any]]] = list,
+        on_request: Callable[[], None] | None = None,
+    ) -> None:
         self._path = path
         self._hello = _encode({"type": "hello", **hello})
+        self._pins = pins
+        self._on_request = on_request
         self._outgoing: queue.Queue[Any] = queue.Queue()
         self._unsent: bytes | None = None
         self._releases: collections.deque[str] = collections.deque()
+        self._renewals: collections.deque[tuple[str, float]] = collections.deque()
         self._closed = threading.Event()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
@@ -65,10 +81,12 @@ class EngineEvents:
 
     def take_releases(self) -> list[str]:
         """Engine request ids whose blocks the sidecar wants freed, each once."""
-        taken = []
-        while self._releases:
-            taken.append(self._releases.popleft())
-        return taken
+        return _take_all(self._releases)
+
+    def take_renewals(self) -> list[tuple[str, float]]:
+        """Pins whose deadline the sidecar wants moved, and to how many seconds from
+        now, each once."""
+        return _take_all(self._renewals)
 
     def close(self) -> None:
         """Send what is queued, if the sidecar is there, and stop."""
@@ -92,6 +110,7 @@ class EngineEvents:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                     connection.connect(self._path)
                     connection.sendall(self._hello)
+                    connection.sendall(_encode({"type": "pins", "pins": self._pins()}))
                     reported = False
                     self._serve(connection)
             except OSError as error:
@@ -144,9 +163,25 @@ class EngineEvents:
         try:
             message = json.loads(line)
             if message["type"] == "release":
-                self._releases.extend(str(request_id) for request_id in message["request_ids"])
+                self._releases.extend([str(request_id) for request_id in message["request_ids"]])
+            elif message["type"] == "renew":
+                self._renewals.extend(
+                    [(str(request_id), float(seconds)) for request_id, seconds in message["pins"]]
+                )
+            else:
+                return
         except (ValueError, KeyError, TypeError) as error:
             _log.warning("kvloop sidecar sent a line that cannot be read: %s", error)
+            return
+        if self._on_request is not None:
+            self._on_request()
+
+
+def _take_all(queued: collections.deque[_Item]) -> list[_Item]:
+    taken = []
+    while queued:
+        taken.append(queued.popleft())
+    return taken
 
 
 def _encode(event: dict[str, Any]) -> bytes:

@@ -30,6 +30,11 @@ class EngineProcess:
         self._partial = b""
 
     @property
+    def pid(self) -> int:
+        """Process id of the engine's guard, the ancestor of all its processes."""
+        return self._process.pid
+
+    @property
     def exit_status(self) -> int | None:
         """Exit status, 128 + signal number after a signal; None while it runs."""
         return self._process.returncode

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,8 +18,19 @@ import structlog
 
 from kvloop.errors import PreconditionError
 from services.worker.clock import Clock
-from services.worker.event_messages import EngineRef, Finished, Hello, request_id_of
+from services.worker.event_messages import (
+    EngineRef,
+    Finished,
+    Freed,
+    Hello,
+    Message,
+    Pins,
+    Renewed,
+    request_id_of,
+)
+from services.worker.gaps import PauseHistory
 from services.worker.metrics import WorkerMetrics
+from services.worker.pins import Pin, PinTable, ReleaseCause
 
 _log = structlog.get_logger(__name__)
 
@@ -31,6 +42,10 @@ class EngineLink(Protocol):
 
     def send_release(self, request_ids: Sequence[str]) -> None:
         """Tell the engine to free these requests' blocks. Does not block."""
+
+    def send_renew(self, leases: Sequence[tuple[str, float]]) -> None:
+        """Tell the engine for how many seconds to keep requests' blocks from now on.
+        Does not block."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,8 @@ class FinishedTurn:
     ttl_seconds: float
     received_at: float
     """When the event came, on the sidecar's monotonic clock."""
+    renewable_seconds: float = 0.0
+    """How long renewals can keep the blocks, from then on; 0: there are none."""
 
 
 class TurnWatch:
@@ -87,11 +104,14 @@ class EventHub:
     Args:
         clock: stamps events.
         metrics: counts orphans and releases.
+        pins: mirrors what the engine retains; a new table if omitted.
     """
 
-    def __init__(self, clock: Clock, metrics: WorkerMetrics) -> None:
+    def __init__(self, clock: Clock, metrics: WorkerMetrics, pins: PinTable | None = None) -> None:
         self._clock = clock
         self._metrics = metrics
+        self.pins = pins or PinTable(PauseHistory(), metrics)
+        self._listeners: list[Callable[[Message], None]] = []
         self._identity: Hello | None = None
         self._changed = asyncio.Event()
         self._links: dict[EngineRef, EngineLink] = {}
@@ -112,6 +132,7 @@ class EventHub:
     def connected(self, hello: Hello, link: EngineLink) -> None:
         """An engine's connector has said hello."""
         self._links[hello.ref] = link
+        self.pins.connected(hello.ref, self._clock.monotonic())
         _log.info("engine_connected", engine=hello.engine_id, epoch=hello.epoch)
         if self._identity is None or self._identity.ref != hello.ref:
             self._identity = hello
@@ -147,10 +168,33 @@ class EventHub:
         finally:
             del self._watches[turn_id]
             if watch.turn is not None and not watch.claimed:
-                self._release_orphan(watch.turn, turn_id, "abandoned")
+                self._release_orphan(watch.turn, turn_id, ReleaseCause.ABANDONED)
+
+    def listen(self, listener: Callable[[Message], None]) -> None:
+        """Call it with every message but hellos, after it has been dealt with here."""
+        self._listeners.append(listener)
+
+    def reported(self, ref: EngineRef, message: Message) -> None:
+        """An engine's connector has sent something after its hello."""
+        now = self._clock.monotonic()
+        if isinstance(message, Finished):
+            self.finished(ref, message)
+        elif self._identity is None or ref != self._identity.ref:
+            return  # pins of another life are gone with it
+        elif isinstance(message, Pins):
+            held_still = self.pins.replace(message.pins, now)
+            if held_still:
+                self._send_release(ref, [pin.request_id for pin in held_still])
+        elif isinstance(message, Renewed):
+            self.pins.renewed(message.pins, now)
+        elif isinstance(message, Freed):
+            self.pins.freed(message.request_ids, now)
+        for listener in self._listeners:
+            listener(message)
 
     def finished(self, ref: EngineRef, event: Finished) -> None:
         """A turn has ended in an engine."""
+        hello = self._identity if self._identity and self._identity.ref == ref else None
         turn = FinishedTurn(
             engine=ref,
             retained=event.retained,
@@ -159,31 +203,63 @@ class EventHub:
             num_blocks=event.num_blocks,
             ttl_seconds=event.ttl_seconds,
             received_at=self._clock.monotonic(),
+            renewable_seconds=hello.renewable_seconds if hello else 0.0,
         )
+        if hello is not None:
+            self._note_pin(turn, event.turn_id)
         watch = self._watches.get(event.turn_id)
         if watch is None or not watch.deliver(turn):
-            self._release_orphan(turn, event.turn_id, "unknown")
+            self._release_orphan(turn, event.turn_id, ReleaseCause.UNKNOWN)
 
-    def release_turn(self, turn: FinishedTurn) -> None:
+    def release_turn(self, turn: FinishedTurn, cause: ReleaseCause) -> None:
         """Free what a finished turn retains."""
         request_id = request_id_of(turn.params) if turn.retained else None
         if request_id is not None:
-            self.release(turn.engine, [request_id])
+            self.release(turn.engine, [request_id], cause)
 
-    def release(self, ref: EngineRef, request_ids: Sequence[str]) -> None:
+    def release(self, ref: EngineRef, request_ids: Sequence[str], cause: ReleaseCause) -> None:
         """Tell an engine to free requests' blocks; unknown ids do no harm.
 
         While its connector is reconnecting, the ids are kept for it.
         """
-        self._metrics.releases.inc(len(request_ids))
+        self.pins.release(request_ids, cause)
+        self._send_release(ref, request_ids)
+
+    def renew(self, ref: EngineRef, leases: Sequence[tuple[str, float]]) -> bool:
+        """Tell an engine for how many seconds to keep requests' blocks from now on.
+
+        Returns:
+            False if its connector is not connected; a renewal is not kept for later.
+        """
+        link = self._links.get(ref)
+        if link is not None:
+            link.send_renew(leases)
+        return link is not None
+
+    def _send_release(self, ref: EngineRef, request_ids: Sequence[str]) -> None:
         link = self._links.get(ref)
         if link is not None:
             link.send_release(request_ids)
         else:
             self._pending.extend((ref, request_id) for request_id in request_ids)
 
-    def _release_orphan(self, turn: FinishedTurn, turn_id: str, cause: str) -> None:
+    def _note_pin(self, turn: FinishedTurn, turn_id: str) -> None:
+        request_id = request_id_of(turn.params) if turn.retained else None
+        if request_id is None:
+            return
+        pin = Pin(
+            request_id,
+            turn_id,
+            turn.num_tokens,
+            turn.num_blocks,
+            ended_at=turn.received_at,
+            deadline=turn.received_at + turn.ttl_seconds,
+            in_hand=True,
+        )
+        self.pins.add(pin, turn.received_at)
+
+    def _release_orphan(self, turn: FinishedTurn, turn_id: str, cause: ReleaseCause) -> None:
         if turn.retained:
             self._metrics.orphan_turns.labels(cause=cause).inc()
             _log.info("orphan_released", turn_id=turn_id, cause=cause, blocks=turn.num_blocks)
-            self.release_turn(turn)
+            self.release_turn(turn, cause)

@@ -14,7 +14,13 @@ import msgspec
 import structlog
 
 from services.worker.event_hub import EventHub
-from services.worker.event_messages import Finished, Hello, read_line, release_line
+from services.worker.event_messages import (
+    Hello,
+    Message,
+    read_line,
+    release_line,
+    renew_line,
+)
 from services.worker.metrics import WorkerMetrics
 from services.worker.tasks import background_tasks
 
@@ -124,7 +130,7 @@ class _Connection:
                     _log.warning("event_connection_without_hello")
                     return
                 elif message is not None:
-                    self._hub.finished(hello.ref, message)
+                    self._hub.reported(hello.ref, message)
         except ValueError:
             self._metrics.event_lines_unreadable.inc()
             _log.warning("event_line_too_long", limit=MAX_LINE_BYTES)
@@ -139,7 +145,11 @@ class _Connection:
         """Queue the line; the kernel takes it when it can."""
         self._writer.write(release_line(request_ids))
 
-    def _read(self, line: bytes) -> Hello | Finished | None:
+    def send_renew(self, leases: Sequence[tuple[str, float]]) -> None:
+        """Queue the line; the kernel takes it when it can."""
+        self._writer.write(renew_line(leases))
+
+    def _read(self, line: bytes) -> Message | None:
         """The message; None if it is of a kind this version does not know."""
         try:
             return read_line(line)

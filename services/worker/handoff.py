@@ -31,6 +31,12 @@ class PrefillReport(msgspec.Struct, frozen=True):
     recomputed_tokens: int = 0
     miss_reason: str | None = None
     """Name of a MissReason without its prefix; None if it was no miss."""
+    pull_seconds: float | None = None
+    """From the decision to pull to the last block; None if nothing was pulled."""
+    expected_pull_seconds: float | None = None
+    """For all that was proven and not cached; None while the link is unknown."""
+    expected_recompute_seconds: float | None = None
+    """For the same tokens; None while the engine's speed is unknown."""
 
 
 @dataclass(frozen=True)

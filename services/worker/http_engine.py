@@ -11,6 +11,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 import aiohttp
 import msgspec
 
+from services.common import tracing
 from services.worker import engine_errors
 from services.worker.engine import DONE, Api, EngineGauges, EngineModel, TokenCount
 from services.worker.sse import SseParser
@@ -20,9 +21,9 @@ _STREAMED_BODY_BYTES = 512 * 1024
 _DRAIN_SECONDS = 0.5
 """How long the end of the HTTP body may follow `[DONE]`; the connection is kept
 for the next request only if it is seen."""
-_KEEP_ALIVE_SECONDS = 2.0
-"""How long idle connections are kept. Shorter than vLLM's own 5 s, so that a
-request never goes out on a connection that the engine is closing."""
+KEEP_ALIVE_SECONDS = 2.0
+"""How long idle connections are kept by default. Shorter than vLLM's own 5 s, so that
+a request never goes out on a connection that the engine is closing."""
 
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
@@ -60,19 +61,23 @@ class HttpEngine:
     async def complete(self, api: Api, body: bytes) -> bytes:
         """Send a request and return the whole reply."""
         with self._typed_errors():
-            async with self._session.post(self._url + api, data=_payload(body)) as reply:
+            async with self._session.post(
+                self._url + api, data=_payload(body), headers=tracing.current().headers()
+            ) as reply:
                 return await _read(reply)
 
     @asynccontextmanager
     async def stream(self, api: Api, body: bytes) -> AsyncIterator[AsyncIterator[Sequence[bytes]]]:
         """Send a request and receive its events as they come."""
         with self._typed_errors():
-            reply = await self._session.post(self._url + api, data=_payload(body))
+            reply = await self._session.post(
+                self._url + api, data=_payload(body), headers=tracing.current().headers()
+            )
         try:
             if reply.status >= 400:
                 with self._typed_errors():
                     raise engine_errors.from_reply(reply.status, await reply.read())
-            async with aclosing(self._events(reply)) as events:
+            async with aclosing(self._events(reply, api)) as events:
                 yield events
         finally:
             reply.close()
@@ -114,7 +119,9 @@ class HttpEngine:
             ) as reply:
                 return await _read(reply)
 
-    async def _events(self, reply: aiohttp.ClientResponse) -> AsyncGenerator[Sequence[bytes], None]:
+    async def _events(
+        self, reply: aiohttp.ClientResponse, api: Api
+    ) -> AsyncGenerator[Sequence[bytes], None]:
         parser = SseParser()
         with self._typed_errors():
             async for received in reply.content.iter_any():
@@ -126,7 +133,7 @@ class HttpEngine:
         last = parser.close()
         if last:
             yield last
-        if DONE not in last:
+        if DONE not in last and api is not Api.RESPONSES:
             raise engine_errors.lost(self._url, "the stream ended early")
 
     @contextmanager
@@ -179,7 +186,11 @@ def read_gauges(metrics: str) -> EngineGauges:
 
 @asynccontextmanager
 async def open_engine(
-    url: str, *, max_connections: int, connect_timeout_seconds: float
+    url: str,
+    *,
+    max_connections: int,
+    connect_timeout_seconds: float,
+    keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
 ) -> AsyncIterator[HttpEngine]:
     """An engine with one connection pool, closed on exit.
 
@@ -189,9 +200,11 @@ async def open_engine(
         connect_timeout_seconds: after that the engine counts as unreachable.
             Nothing else is timed: a request may take as long as its caller
             lets it.
+        keep_alive_seconds: how long idle connections are kept; shorter than the
+            engine keeps them.
     """
     connector = aiohttp.TCPConnector(
-        limit=max_connections, keepalive_timeout=_KEEP_ALIVE_SECONDS, ttl_dns_cache=10
+        limit=max_connections, keepalive_timeout=keep_alive_seconds, ttl_dns_cache=10
     )
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_seconds)
     async with aiohttp.ClientSession(

@@ -164,8 +164,10 @@ def _options(
         import_root=root,
         kv_recompute_threshold=settings.kv_recompute_threshold,
         decoder_kv_blocks_ttl_seconds=settings.decoder_kv_blocks_ttl_seconds,
+        pin_lease_seconds=settings.pin_lease_seconds,
         kv_layout=layout,
         cpu_kv_cache_gib=settings.cpu_kv_cache_gib,
         cpu_threads=settings.cpu_threads,
         extra_args=settings.extra_engine_args,
+        nixl_backends=settings.nixl_backend_names,
     )

@@ -11,8 +11,9 @@ import grpc
 from kvloop import rpc
 from kvloop.common.v1 import common_pb2
 from kvloop.durations import to_duration, to_seconds
-from kvloop.errors import UnavailableError
+from kvloop.errors import KvloopError, TlsError, UnavailableError
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
+from services.common import tracing
 from services.worker.event_messages import EngineRef
 
 
@@ -40,6 +41,8 @@ class Commit:
     """Time from now until the engine drops the blocks by itself."""
     num_tokens: int
     num_blocks: int
+    retention_ttl_seconds: float = 0.0
+    """How long renewals can keep the blocks, from now; 0: there are none."""
 
 
 class Ledger(Protocol):
@@ -93,8 +96,12 @@ class GrpcLedger:
             num_tokens=commit.num_tokens,
             num_blocks=commit.num_blocks,
         )
+        if commit.retention_ttl_seconds > 0:
+            request.retention_ttl.CopyFrom(to_duration(commit.retention_ttl_seconds))
         with rpc.typed_errors():
-            reply = await self._stub.CommitTurn(request, timeout=timeout_seconds)
+            reply = await self._stub.CommitTurn(
+                request, timeout=timeout_seconds, metadata=tracing.metadata()
+            )
         return to_seconds(reply.granted_ttl)
 
     async def _connect(self, timeout_seconds: float) -> None:
@@ -103,12 +110,15 @@ class GrpcLedger:
         A call that fails after that may have been carried out; one that was not
         made was not. The difference decides whether blocks may be released.
         """
+        why: KvloopError | None = None
         try:
             async with asyncio.timeout(timeout_seconds):
                 if await rpc.connected(self._channel):
                     return
+                why = await rpc.why_not_connected(self._channel)
         except TimeoutError:
             pass
+        detail = f": {why.message}" if isinstance(why, TlsError) else ""
         raise UnavailableError(
-            "cannot reach the ledger", reason="LEDGER_UNREACHABLE", reached="false"
+            f"cannot reach the ledger{detail}", reason="LEDGER_UNREACHABLE", reached="false"
         )

@@ -7,25 +7,34 @@ what they were.
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvloop.errors import InvalidFieldError
 from services.worker.engine import Api
+from services.worker.pull_plan import COSTS, Costs
 
 Body = dict[str, msgspec.Raw]
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
+HAND_TOKEN_IDS_OVER = "kvloop_hand_token_ids_over"
+"""Member of kv_transfer_params on the prefill leg: true if decode wants token ids."""
 TURN_ID = "kvloop_turn_id"
 """Member of kv_transfer_params by which the connector names a turn."""
+DEADLINE_EXTENSION = "kvloop_deadline_extension"
+"""Member of kv_transfer_params: seconds by which the deadline in them was moved."""
 RETAIN = "kvloop_retain"
 """Member of kv_transfer_params: false if no conversation wants the turn's KV."""
 
 _PREFILL_DROPS = frozenset(
     {
         # would ask for other than one token
+        "max_tokens",
         "max_completion_tokens",
+        "max_output_tokens",
         "min_tokens",
         "n",
         "best_of",
@@ -45,10 +54,19 @@ _PREFILL_DROPS = frozenset(
         "return_token_ids",
         "return_tokens_as_token_ids",
         "return_prompt_text",
+        "include",
+        "enable_response_messages",
         # a name for the request, over which a repeated leg would stumble
         "request_id",
     }
 )
+
+_ONE_TOKEN: dict[Api, dict[str, Any]] = {
+    Api.CHAT_COMPLETIONS: {"max_tokens": 1},
+    Api.COMPLETIONS: {"max_tokens": 1},
+    # An engine that keeps answers would keep this one for ever.
+    Api.RESPONSES: {"max_output_tokens": 1, "store": False},
+}
 
 _FIRST_PREFILL: dict[str, Any] = {
     "do_remote_decode": True,
@@ -59,6 +77,9 @@ _FIRST_PREFILL: dict[str, Any] = {
     "remote_port": None,
 }
 _RETAIN_ONLY: dict[str, Any] = {"do_remote_prefill": False, "do_remote_decode": False}
+
+_CALLED_BY_CLIENT = frozenset({"function", "custom"})
+"""Types of tools whose calls end the answer, for the client to make."""
 
 _PROMPT_SHAPING = frozenset(
     {
@@ -76,23 +97,50 @@ _PROMPT_SHAPING = frozenset(
     }
 )
 
+_PLACEHOLDER = b"null"
+_STRUCTURED = re.compile(rb'\s*\[\s*["\[]')
+"""Begins a list of prompts, whether they are text or token ids."""
 _BODY = msgspec.json.Decoder(Body)
 _OPTIONAL_BODY = msgspec.json.Decoder(Body | None)
 
 
-def parse_body(body: bytes) -> Body:
+class Prompt(NamedTuple):
+    """Where a body has its prompt."""
+
+    member: str
+    """Name of the member whose value it is."""
+    start: int
+    """Offset of the value's first byte."""
+    end: int
+    """Offset behind its last byte."""
+
+
+def parse_body(body: bytes, prompt: Prompt | None = None) -> Body:
     """The top-level members of a request body.
+
+    Args:
+        body: a JSON object.
+        prompt: the part of it that is known to be one value, and is not read.
 
     Raises:
         InvalidFieldError: it is not a JSON object, or it brings transfer params
             of its own, which only kvloop may set.
     """
+    around = body
+    if prompt is not None:
+        around = body[: prompt.start] + _PLACEHOLDER + body[prompt.end :]
     try:
-        members = _BODY.decode(body)
+        members = _BODY.decode(around)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidFieldError(
             f"body_json is not a JSON object: {error}", field="body_json"
         ) from error
+    if prompt is not None:
+        if bytes(members.get(prompt.member, b"")) != _PLACEHOLDER:
+            raise InvalidFieldError(
+                f"no member {prompt.member!r} lies at this place of body_json", field="prompt"
+            )
+        members[prompt.member] = msgspec.Raw(body[prompt.start : prompt.end])
     if KV_TRANSFER_PARAMS in members:
         raise InvalidFieldError(
             f"{KV_TRANSFER_PARAMS} is set by kvloop and must not be sent", field=KV_TRANSFER_PARAMS
@@ -100,24 +148,50 @@ def parse_body(body: bytes) -> Body:
     return members
 
 
-def prefill_body(members: Body, *, turn_id: str, handle: bytes) -> bytes:
+@dataclass(frozen=True)
+class HandleTerms:
+    """What goes with a handle: facts that came up after the engine wrote it."""
+
+    extension_seconds: float = 0.0
+    """By how much the decode engine's deadline was moved since."""
+    costs: Costs | None = None
+    """What pulling and recomputing take; None: all that is proven is pulled."""
+
+
+def prefill_body(
+    api: Api,
+    members: Body,
+    *,
+    turn_id: str,
+    handle: bytes,
+    terms: HandleTerms | None = None,
+    hand_token_ids_over: bool = False,
+) -> bytes:
     """A body for which the engine emits one token and hands the prompt's KV over.
 
     Members that shape the prompt (tools, response_format, template arguments,
     ...) stay: the legs must see the same prompt.
 
     Args:
+        api: endpoint whose format the body has.
         members: of the client's body.
         turn_id: id of the turn.
         handle: params that a decode engine left behind; empty for none.
+        terms: what goes with the handle.
+        hand_token_ids_over: have the prompt's token ids in the params for decode.
     """
-    added = {TURN_ID: turn_id}
-    params = splice(handle, added) if handle else _encode(added | _FIRST_PREFILL)
+    added: dict[str, Any] = {TURN_ID: turn_id}
+    if hand_token_ids_over:
+        added[HAND_TOKEN_IDS_OVER] = True
+    if handle:
+        params = splice(handle, added | _handle_params(terms or HandleTerms()))
+    else:
+        params = _encode(added | _FIRST_PREFILL)
     kept = {name: value for name, value in members.items() if name not in _PREFILL_DROPS}
     return _encode(
         kept
+        | _ONE_TOKEN[api]
         | {
-            "max_tokens": 1,
             "stream": False,
             "ignore_eos": True,
             KV_TRANSFER_PARAMS: msgspec.Raw(params),
@@ -125,28 +199,33 @@ def prefill_body(members: Body, *, turn_id: str, handle: bytes) -> bytes:
     )
 
 
-def decode_body(members: Body, *, turn_id: str, params: bytes, retain: bool) -> bytes:
+def decode_body(api: Api, members: Body, *, turn_id: str, params: bytes, retain: bool) -> bytes:
     """The client's body, streamed and with usage.
 
     Args:
+        api: endpoint whose format the body has.
         members: of the client's body.
         turn_id: id of the turn.
         params: the prefill engine's hand-off; empty if there was none.
         retain: whether the engine shall keep the turn's KV at its end.
     """
-    streamed: dict[str, Any] = {"stream": True, "stream_options": _with_usage(members)}
+    streamed: dict[str, Any] = {"stream": True}
+    if api is not Api.RESPONSES:  # whose streams always end with usage
+        streamed["stream_options"] = _with_usage(members)
     return _encode(members | streamed | _decode_params(turn_id, params, retain))
 
 
-def whole_decode_body(members: Body, *, turn_id: str, params: bytes, retain: bool) -> bytes:
+def whole_decode_body(
+    api: Api, members: Body, *, turn_id: str, params: bytes, retain: bool
+) -> bytes:
     """The client's body for a reply in one piece. Arguments as for `decode_body`."""
     return _encode(members | _decode_params(turn_id, params, retain))
 
 
-def wants_usage_chunk(members: Body) -> bool:
+def wants_usage_chunk(api: Api, members: Body) -> bool:
     """False if the client's own stream would not have ended with a usage chunk."""
-    if value(members, "stream") is not True:
-        return True  # a reply in one piece always has usage
+    if api is Api.RESPONSES or value(members, "stream") is not True:
+        return True  # the reply always has usage
     options = value(members, "stream_options")
     return isinstance(options, dict) and options.get("include_usage") is True
 
@@ -158,6 +237,8 @@ def unsplittable_field(api: Api, members: Body) -> str | None:
     does not compute a prompt that it pulls, so it knows nothing about that
     prompt's tokens. And both legs must cut the prompt at the same place.
     """
+    if api is Api.RESPONSES:
+        return _unsplittable_response_field(members)
     if api is Api.COMPLETIONS and _prompt_count(members) > 1:
         return "prompt"
     for name in ("n", "best_of"):
@@ -172,6 +253,16 @@ def unsplittable_field(api: Api, members: Body) -> str | None:
     if isinstance(truncate, int) and truncate < 0:
         return "truncate_prompt_tokens"
     return None
+
+
+def _unsplittable_response_field(members: Body) -> str | None:
+    """As `unsplittable_field`, in the words of responses."""
+    if value(members, "truncation") == "auto":
+        return "truncation"
+    tools = value(members, "tools")
+    kinds = [tool.get("type") for tool in tools or () if isinstance(tool, dict)]
+    # The engine calls its own tools in between, with the same params each time.
+    return "tools" if any(kind not in _CALLED_BY_CLIENT for kind in kinds) else None
 
 
 def require_splittable(api: Api, members: Body) -> None:
@@ -242,6 +333,15 @@ def value(members: Body, name: str) -> Any:
         raise InvalidFieldError(f"{name} is not valid JSON: {error}", field=name) from error
 
 
+def _handle_params(terms: HandleTerms) -> dict[str, Any]:
+    added: dict[str, Any] = {}
+    if terms.extension_seconds > 0:
+        added[DEADLINE_EXTENSION] = terms.extension_seconds
+    if terms.costs is not None:
+        added[COSTS] = terms.costs.to_params()
+    return added
+
+
 def _decode_params(turn_id: str, params: bytes, retain: bool) -> dict[str, Any]:
     """The member that makes the engine pull, or retain, or both; none for neither."""
     if params:
@@ -267,8 +367,8 @@ def _with_usage(members: Body) -> dict[str, Any]:
 
 
 def _prompt_count(members: Body) -> int:
-    raw = bytes(members.get("prompt", b"")).lstrip()
-    if not raw.startswith(b"[") or raw[1:].lstrip()[:1] not in (b'"', b"["):
+    raw = members.get("prompt", b"")
+    if not _STRUCTURED.match(raw):
         return 1  # text, or the token ids of one prompt, which may be many
     try:
         return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))

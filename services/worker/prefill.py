@@ -9,9 +9,18 @@ import structlog
 
 from kvloop.errors import InternalError, KvloopError
 from services.worker.engine import Api, Engine
+from services.worker.event_messages import EngineRef
 from services.worker.handoff import Handoff, PrefillReport, read_reply
-from services.worker.legs import Body, parse_body, prefill_body, require_splittable
+from services.worker.legs import (
+    Body,
+    HandleTerms,
+    Prompt,
+    parse_body,
+    prefill_body,
+    require_splittable,
+)
 from services.worker.metrics import WorkerMetrics
+from services.worker.pull_costs import PullCosts
 
 _log = structlog.get_logger(__name__)
 
@@ -29,6 +38,14 @@ class PrefillOrder:
     """The client's body, a JSON object."""
     handle: bytes
     """Params that the ledger gave out; empty for none."""
+    engine: EngineRef | None = None
+    """Decode engine that the handle is of; None without a handle, or if unknown."""
+    extension_seconds: float = 0.0
+    """By how much that engine's deadline was moved since it wrote the handle."""
+    prompt: Prompt | None = None
+    """Where the body has its prompt, if that is known to be well formed."""
+    hand_token_ids_over: bool = False
+    """Hand over the prompt's token ids too."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +62,13 @@ class PrefillLeg:
 
     Args:
         engine: a prefill engine.
+        costs: learns from legs what pulling and recomputing take.
         metrics: counts what went missing.
     """
 
-    def __init__(self, engine: Engine, metrics: WorkerMetrics) -> None:
+    def __init__(self, engine: Engine, costs: PullCosts, metrics: WorkerMetrics) -> None:
         self._engine = engine
+        self._costs = costs
         self._metrics = metrics
         self._warned_of_missing_report = False
 
@@ -64,12 +83,25 @@ class PrefillLeg:
             InvalidFieldError: the body or the params are at fault.
             KvloopError: as for the Engine port.
         """
-        members = parse_body(order.body)
+        members = parse_body(order.body, order.prompt)
         require_splittable(order.api, members)
+        with self._costs.leg(order.engine if order.handle else None) as measured:
+            terms = HandleTerms(order.extension_seconds, measured.costs)
+            result, reported = await self._run(order, members, terms)
+            if reported:
+                measured.report = result.report
+        return result
+
+    async def _run(
+        self, order: PrefillOrder, members: Body, terms: HandleTerms
+    ) -> tuple[PrefillResult, bool]:
+        """The result, and whether its report is the connector's own."""
         if not order.handle:
-            return self._result(order, await self._prefill(order, members, b""))
+            handoff = await self._prefill(order, members, b"")
+            return self._result(order, handoff), handoff.reported
         try:
-            return self._result(order, await self._prefill(order, members, order.handle))
+            handoff = await self._prefill(order, members, order.handle, terms)
+            return self._result(order, handoff), handoff.reported
         except InternalError as error:
             failure = error
         self._metrics.handles_dropped.inc()
@@ -79,17 +111,30 @@ class PrefillLeg:
             http_status=failure.metadata.get("http_status"),
         )
         try:
-            result = self._result(order, await self._prefill(order, members, b""))
+            handoff = await self._prefill(order, members, b"")
         except KvloopError as error:
             # The second error may say that the engine was not reached, or that
             # it refused: true of the second request, not of the handle.
             raise failure from error
-        return replace(
-            result, report=msgspec.structs.replace(result.report, miss_reason=PULL_FAILED)
-        )
+        result = self._result(order, handoff)
+        report = msgspec.structs.replace(result.report, miss_reason=PULL_FAILED)
+        return replace(result, report=report), handoff.reported
 
-    async def _prefill(self, order: PrefillOrder, members: Body, handle: bytes) -> Handoff:
-        body = prefill_body(members, turn_id=order.turn_id, handle=handle)
+    async def _prefill(
+        self,
+        order: PrefillOrder,
+        members: Body,
+        handle: bytes,
+        terms: HandleTerms | None = None,
+    ) -> Handoff:
+        body = prefill_body(
+            order.api,
+            members,
+            turn_id=order.turn_id,
+            handle=handle,
+            terms=terms,
+            hand_token_ids_over=order.hand_token_ids_over,
+        )
         return read_reply(await self._engine.complete(order.api, body))
 
     def _result(self, order: PrefillOrder, handoff: Handoff) -> PrefillResult:

@@ -2,37 +2,58 @@
 
 NIXL pulls are positional: block i of the decode engine is copied over block i
 of the prompt, whatever tokens either stands for. So the decode engine writes
-chained digests of its sequence into the handle, and the prefill engine pulls no
-further than its own prompt gives the same digests.
+digests of its sequence into the handle, and the prefill engine pulls no further
+than its own prompt gives the same digests.
 
-Digest i covers tokens 0 to (i+1)·block_size-1 and everything else that shapes
-their KV (LoRA adapter, cache salt, multimodal items), so equal digests mean
-equal KV up to there. One more digest covers all tokens, the last incomplete
-block included.
+Each digest covers the sequence from its first token up to some block's end, and
+everything else that shapes its KV (LoRA adapter, cache salt, multimodal items), so
+equal digests mean equal KV up to there. There is one after every step of whole
+blocks, and one over all tokens, the last incomplete block included.
+
+Most prompts extend the sequence. They are compared by the last digest alone, in
+one pass of the hash over the tokens. The others are only needed to find where a
+prompt leaves the sequence, by bisection.
 
 Only the standard library is used: this module runs inside vLLM's scheduler.
-Cost on one x86 core: 1.5 ms for 24k tokens in blocks of 32.
+Cost of 33k tokens in blocks of 16 on one x86 core: 0.7 ms to make the proof, 0.4 ms
+to compare a prompt with it.
 """
 
 from __future__ import annotations
 
-import base64
 import binascii
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-CONTRACT_VERSION = 1
+PROOF = "kvloop_proof"
+"""Member of kv_transfer_params that holds the proof, set on decode engines."""
+
+CONTRACT_VERSION = 2
 """Version of the handle format. Engines of different versions are not paired."""
 
 DIGEST_BYTES = 16
 """128 bits: two different sequences of one tenant never meet by accident."""
 
-ExtraKeys = Callable[[int, int], object]
-"""Maps a token range (start, end) to whatever else shapes the KV of that range.
-Must be stable across processes under repr()."""
+_LEAST_STEP_TOKENS = 32
+"""Digests are no closer than this: smaller blocks share one. A prompt that leaves the
+sequence loses at most a step, and handles of long sequences stay small."""
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ExtraKeys:
+    """What besides tokens shapes the KV of a sequence."""
+
+    of: Callable[[int, int], object]
+    """Maps a token range (start, end) to what shapes it; nothing if it is falsy. Must be
+    stable across processes under repr()."""
+    spans: Sequence[tuple[int, int]]
+    """Token ranges outside of which there is nothing. What holds for the whole
+    sequence need only be said of its first token."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +61,36 @@ class Proof:
     """What a decode engine says of the sequence whose KV it retains."""
 
     block_size: int
-    """Tokens per digest."""
+    """Tokens per KV block."""
+    step: int
+    """Tokens per digest: a multiple of the block size."""
     num_tokens: int
     """Tokens whose KV is retained."""
     digests: bytes
-    """One chained digest per complete block, concatenated."""
-    last: bytes
-    """Digest of all num_tokens tokens."""
+    """One digest after each complete step, then that of all tokens, concatenated."""
+
+    @property
+    def steps(self) -> int:
+        """Complete steps in the sequence."""
+        return self.num_tokens // self.step
+
+    def digest(self, steps: int) -> bytes:
+        """Digest of that many leading steps, at least one."""
+        return self.digests[(steps - 1) * DIGEST_BYTES : steps * DIGEST_BYTES]
+
+    @property
+    def last(self) -> bytes:
+        """Digest of all tokens."""
+        return self.digests[-DIGEST_BYTES:]
 
     def to_params(self) -> dict[str, Any]:
         """The form that travels in kv_transfer_params."""
         return {
             "version": CONTRACT_VERSION,
             "block_size": self.block_size,
+            "step": self.step,
             "num_tokens": self.num_tokens,
-            "digests": base64.b64encode(self.digests).decode("ascii"),
-            "last": self.last.hex(),
+            "digests": binascii.b2a_base64(self.digests, newline=False).decode("ascii"),
         }
 
     @classmethod
@@ -67,19 +102,23 @@ class Proof:
         """
         if not isinstance(value, dict) or value.get("version") != CONTRACT_VERSION:
             return None
-        block_size, num_tokens = value.get("block_size"), value.get("num_tokens")
-        if type(block_size) is not int or type(num_tokens) is not int:
+        numbers = [value.get(name) for name in ("block_size", "step", "num_tokens")]
+        positive = [number for number in numbers if type(number) is int and number > 0]
+        if len(positive) != len(numbers):
             return None
-        if block_size < 1 or num_tokens < 1:
+        block_size, step, num_tokens = positive
+        text = value.get("digests")
+        if step % block_size or not isinstance(text, str):
             return None
+        size = (num_tokens // step + 1) * DIGEST_BYTES
         try:
-            digests = base64.b64decode(value["digests"], validate=True)
-            last = bytes.fromhex(value["last"])
-        except (KeyError, TypeError, ValueError, binascii.Error):
+            digests = binascii.a2b_base64(text)
+        except ValueError:
             return None
-        if len(digests) != num_tokens // block_size * DIGEST_BYTES or len(last) != DIGEST_BYTES:
+        # The decoder skips what is no base64, so the text must not be longer than needed.
+        if len(digests) != size or len(text) != -(-size // 3) * 4:
             return None
-        return cls(block_size, num_tokens, digests, last)
+        return cls(block_size, step, num_tokens, digests)
 
 
 def make_proof(
@@ -92,51 +131,91 @@ def make_proof(
         block_size: tokens per KV block.
         extra_keys: what else shapes the KV; None if nothing does.
     """
-    chain = _Chain(tokens, extra_keys)
-    full = len(tokens) // block_size * block_size
-    digests = [chain.extend(end) for end in range(block_size, full + 1, block_size)]
-    last = chain.extend(len(tokens))
-    return Proof(block_size, len(tokens), b"".join(digests), last)
+    step = -(-_LEAST_STEP_TOKENS // block_size) * block_size
+    sequence = _Sequence(tokens, step, extra_keys)
+    running = sequence.start()
+    update, digest, data = running.update, running.digest, sequence.data
+    digests = []
+    for start, end in pairwise(sequence.ends):
+        update(data[start:end])
+        digests.append(digest())
+    update(data[sequence.ends[-1] :])
+    digests.append(digest())
+    return Proof(block_size, step, len(tokens), b"".join(digests))
 
 
 def proven_tokens(proof: Proof, prompt: Sequence[int], extra_keys: ExtraKeys | None = None) -> int:
     """How many leading tokens of the prompt are proven equal to the sequence.
 
     All of the sequence if the prompt extends it; otherwise the longest common
-    run of complete blocks. Never more than either has.
+    run of complete steps. Never more than either has.
     """
-    chain = _Chain(prompt, extra_keys)
-    block = proof.block_size
-    proven = 0
-    for index in range(min(len(prompt), proof.num_tokens) // block):
-        expected = proof.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-        if chain.extend(proven + block) != expected:
-            return proven
-        proven += block
-    if len(prompt) >= proof.num_tokens and chain.extend(proof.num_tokens) == proof.last:
-        return proof.num_tokens
-    return proven
+    sequence = _Sequence(prompt[: proof.num_tokens], proof.step, extra_keys)
+    if len(prompt) >= proof.num_tokens:
+        whole = sequence.start()
+        whole.update(sequence.data)
+        if whole.digest() == proof.last:
+            return proof.num_tokens
+    ends, data = sequence.ends, sequence.data
+    proven, running = 0, sequence.start()
+    differs = len(ends)  # the first number of steps that is known to differ
+    while differs - proven > 1:
+        middle = (proven + differs) // 2
+        further = running.copy()
+        further.update(data[ends[proven] : ends[middle]])
+        if further.digest() == proof.digest(middle):
+            proven, running = middle, further
+        else:
+            differs = middle
+    return proven * proof.step
 
 
-class _Chain:
-    """A running digest over the leading tokens of a sequence."""
+class _Sequence:
+    """The bytes that digests of a sequence are taken of.
 
-    def __init__(self, tokens: Sequence[int], extra_keys: ExtraKeys | None) -> None:
-        self._bytes = memoryview(array("I", tokens)).cast("B")
-        self._extra_keys = extra_keys
-        self._end = 0
-        self._hash = hashlib.blake2b(b"kvloop", digest_size=DIGEST_BYTES)
+    Four bytes for each token. Extra keys of a step follow its tokens, tagged and with
+    their length in front, so that they cannot be mistaken for tokens.
+    """
 
-    def extend(self, end: int) -> bytes:
-        """Take in the tokens up to `end` and return the digest of all so far."""
-        if end > self._end:
-            self._hash.update(self._bytes[self._end * 4 : end * 4])
-            if self._extra_keys is not None:
-                extra = self._extra_keys(self._end, end)
-                if extra:
-                    # Tagged and length-prefixed, so that extra keys cannot be
-                    # mistaken for tokens.
-                    encoded = repr(extra).encode()
-                    self._hash.update(b"extra%d:" % len(encoded) + encoded)
-            self._end = end
-        return self._hash.digest()
+    def __init__(self, tokens: Sequence[int], step: int, extra_keys: ExtraKeys | None) -> None:
+        plain = array("I", tokens).tobytes()
+        steps = len(tokens) // step
+        width = step * _TOKEN_BYTES
+        self.data = plain
+        """All bytes."""
+        self.ends = list(range(0, steps * width + 1, width))
+        """Where each number of complete steps ends, from none to all."""
+        if extra_keys is not None:
+            self._add(plain, width, _extras(len(tokens), step, extra_keys))
+
+    def start(self) -> Any:
+        """A hash that has seen nothing of the sequence yet."""
+        return hashlib.blake2b(b"kvloop", digest_size=DIGEST_BYTES)
+
+    def _add(self, plain: bytes, width: int, extras: list[tuple[int, bytes]]) -> None:
+        """Put extra keys behind the steps that they belong to."""
+        pieces = []
+        taken = 0
+        for index, extra in extras:
+            end = min((index + 1) * width, len(plain))
+            pieces += [plain[taken:end], extra]
+            taken = end
+            for later in range(index + 1, len(self.ends)):
+                self.ends[later] += len(extra)
+        self.data = b"".join([*pieces, plain[taken:]])
+
+
+def _extras(num_tokens: int, step: int, extra_keys: ExtraKeys) -> list[tuple[int, bytes]]:
+    """Extra keys by the index of their step, in order; the last may be incomplete."""
+    indices = {
+        index
+        for start, end in extra_keys.spans
+        for index in range(start // step, -(-min(end, num_tokens) // step))
+    }
+    found = []
+    for index in sorted(indices):
+        keys = extra_keys.of(index * step, min((index + 1) * step, num_tokens))
+        if keys:
+            encoded = repr(keys).encode()
+            found.append((index, b"extra%d:" % len(encoded) + encoded))
+    return found

@@ -16,6 +16,7 @@ from services.worker.backoff import Backoff
 from services.worker.clock import Clock
 from services.worker.event_hub import EventHub
 from services.worker.event_messages import EngineRef, request_id_of
+from services.worker.pins import ReleaseCause
 
 _log = structlog.get_logger(__name__)
 
@@ -110,8 +111,15 @@ class ReleaseFollower:
         request_id = request_id_of(release.params)
         if identity is None or identity.ref != release.engine or request_id is None:
             return  # another life's blocks went with it
-        self._hub.release(release.engine, [request_id])
+        self._hub.release(release.engine, [request_id], _release_cause(release.cause))
         _log.info("blocks_released", revision=release.revision, cause=release.cause)
+
+
+def _release_cause(name: str) -> ReleaseCause:
+    try:
+        return ReleaseCause(name.lower())
+    except ValueError:
+        return ReleaseCause.OTHER
 
 
 def _cause_name(cause: ledger_pb2.WatchReleasesResponse.Cause.ValueType) -> str:

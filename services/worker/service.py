@@ -10,26 +10,47 @@ from typing import Any
 import grpc
 
 from kvloop.common.v1 import common_pb2
-from kvloop.durations import to_duration
-from kvloop.errors import InvalidFieldError, PreconditionError
+from kvloop.durations import to_duration, to_seconds
+from kvloop.errors import InvalidFieldError, PreconditionError, UnsupportedError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
+from services.common import tracing
 from services.common.history_digest import DIGEST_BYTES
+from services.common.span_attributes import (
+    COMPLETION_TOKENS,
+    PROMPT_TOKENS,
+    TURN_ID,
+    miss_attributes,
+    report_attributes,
+)
 from services.worker.admission import Admission
 from services.worker.decode import DecodeLeg, DecodeOrder, DecodeSummary
 from services.worker.engine import Api, Engine, EngineModel
 from services.worker.engine_command import Role
 from services.worker.event_hub import EventHub
 from services.worker.event_messages import EngineRef, Hello, request_id_of
-from services.worker.handoff import PrefillReport
 from services.worker.ledger import Conversation
-from services.worker.legs import parse_body, prompt_token_ids, tokenize_body
+from services.worker.legs import Prompt, parse_body, prompt_token_ids, tokenize_body
+from services.worker.pins import ReleaseCause
 from services.worker.prefill import PrefillLeg, PrefillOrder
+from services.worker.pull_costs import PullCosts
+from services.worker.pull_messages import (
+    link_estimate,
+    prefill_report,
+    pull_estimate,
+    tokens_per_second,
+)
 from services.worker.registration import Registration
 
 _APIS = {
     common_pb2.API_CHAT_COMPLETIONS: Api.CHAT_COMPLETIONS,
     common_pb2.API_COMPLETIONS: Api.COMPLETIONS,
+    common_pb2.API_RESPONSES: Api.RESPONSES,
+}
+_PROMPT_MEMBERS = {
+    common_pb2.API_CHAT_COMPLETIONS: "messages",
+    common_pb2.API_COMPLETIONS: "prompt",
+    common_pb2.API_RESPONSES: "input",
 }
 _MAX_TURN_ID = 64
 _MAX_RELEASES = 1000
@@ -47,6 +68,7 @@ class WorkerParts:
     hub: EventHub
     admission: Admission
     registration: Registration
+    costs: PullCosts
     prefill: PrefillLeg
     decode: DecodeLeg
     record: Callable[[Hello], registry_pb2.Worker]
@@ -69,12 +91,19 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             api=_api(request.api),
             body=request.body_json,
             handle=request.transfer_params_json,
+            engine=_engine_ref(request.engine) if request.HasField("engine") else None,
+            extension_seconds=max(to_seconds(request.deadline_extension), 0.0),
+            prompt=_prompt(request),
+            hand_token_ids_over=request.hand_token_ids_over,
         )
+        span = tracing.current()
+        span.tell({TURN_ID: order.turn_id})
         with self._parts.admission.leg():
             result = await self._parts.prefill.run(order)
-        return worker_pb2.PrefillResponse(
-            transfer_params_json=result.params, report=_report(result.report)
-        )
+        report = prefill_report(result.report)
+        if span.recording:
+            span.tell(report_attributes(report) | miss_attributes(report.miss_reason))
+        return worker_pb2.PrefillResponse(transfer_params_json=result.params, report=report)
 
     async def Decode(
         self, request: worker_pb2.DecodeRequest, context: Context
@@ -89,20 +118,37 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             conversation=_conversation(request.commit) if request.HasField("commit") else None,
             history=request.commit.history_digest,
             whole=request.whole,
+            prompt=_prompt(request),
         )
+        span = tracing.current()
+        span.tell({TURN_ID: order.turn_id})
         with self._parts.admission.leg():
             async with aclosing(self._parts.decode.run(order)) as events:
                 async for event in events:
                     if isinstance(event, DecodeSummary):
+                        span.tell(
+                            {
+                                PROMPT_TOKENS: event.usage.prompt_tokens,
+                                COMPLETION_TOKENS: event.usage.completion_tokens,
+                            }
+                        )
                         yield worker_pb2.DecodeResponse(summary=_summary(event))
+                    elif request.accept_batches and len(event) > 1:
+                        batch = worker_pb2.ChunkBatch(chunks_json=event)
+                        yield worker_pb2.DecodeResponse(batch=batch)
                     else:
-                        yield worker_pb2.DecodeResponse(chunk_json=event)
+                        for chunk in event:
+                            yield worker_pb2.DecodeResponse(chunk_json=chunk)
 
     async def CountTokens(
         self, request: worker_pb2.CountTokensRequest, context: Context
     ) -> worker_pb2.CountTokensResponse:
         """Count a prompt's tokens."""
         api, members = _api(request.api), parse_body(request.body_json)
+        if api is Api.RESPONSES:
+            raise UnsupportedError(
+                "engines do not tokenize the bodies of responses", reason="UNCOUNTABLE"
+            )
         token_ids = prompt_token_ids(members) if api is Api.COMPLETIONS else None
         if token_ids is not None:  # /tokenize takes text only, and they are counted already
             return worker_pb2.CountTokensResponse(
@@ -125,28 +171,36 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.ReleaseBlocksRequest, context: Context
     ) -> worker_pb2.ReleaseBlocksResponse:
         """Pass releases on to the engine."""
-        if not request.engine.engine_id or not request.engine.epoch:
-            raise InvalidFieldError("engine is required", field="engine")
+        ref = _engine_ref(request.engine)
         if not 1 <= len(request.transfer_params_json) <= _MAX_RELEASES:
             raise InvalidFieldError(
                 f"transfer_params_json needs 1 to {_MAX_RELEASES} entries",
                 field="transfer_params_json",
             )
-        ref = EngineRef(request.engine.engine_id, request.engine.epoch)
         identity = self._parts.hub.identity
         if identity is None or identity.ref != ref:
             return worker_pb2.ReleaseBlocksResponse(sent=0)
         named = [request_id_of(params) for params in request.transfer_params_json]
         request_ids = [request_id for request_id in named if request_id is not None]
         if request_ids:
-            self._parts.hub.release(ref, request_ids)
+            self._parts.hub.release(ref, request_ids, ReleaseCause.REQUESTED)
         return worker_pb2.ReleaseBlocksResponse(sent=len(request_ids))
+
+    async def EstimatePull(
+        self, request: worker_pb2.EstimatePullRequest, context: Context
+    ) -> worker_pb2.EstimatePullResponse:
+        """Say what a pull would take."""
+        self._require_role("prefill")
+        if request.num_tokens < 1:
+            raise InvalidFieldError("num_tokens must be at least 1", field="num_tokens")
+        engine = _engine_ref(request.engine)
+        return pull_estimate(self._parts.costs.plan(engine, request.num_tokens))
 
     async def GetWorkerInfo(
         self, request: worker_pb2.GetWorkerInfoRequest, context: Context
     ) -> worker_pb2.GetWorkerInfoResponse:
         """Describe the worker."""
-        gauges = await self._parts.engine.gauges()
+        gauges, pins = await self._parts.engine.gauges(), self._parts.hub.pins
         record = self._parts.record(await self._parts.hub.identity_after(None))
         if self._parts.admission.draining:
             record.state = registry_pb2.Worker.STATE_DRAINING
@@ -157,6 +211,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             engine_waiting=gauges.waiting,
             kv_cache_usage=gauges.kv_cache_usage,
             registered=self._parts.registration.registered,
+            retained_pins=len(pins),
+            retained_blocks=pins.retained_blocks,
+            orphan_pins=pins.num_orphans,
+            links=[link_estimate(link) for link in self._parts.costs.links()],
+            prefill_tokens_per_second=tokens_per_second(self._parts.costs.recompute),
         )
 
     def _require_role(self, role: Role) -> None:
@@ -174,10 +233,22 @@ def _turn_id(turn_id: str) -> str:
     return turn_id
 
 
+def _engine_ref(engine: common_pb2.EngineRef) -> EngineRef:
+    if not engine.engine_id or not engine.epoch:
+        raise InvalidFieldError("engine is required", field="engine")
+    return EngineRef(engine.engine_id, engine.epoch)
+
+
 def _api(api: common_pb2.Api.ValueType) -> Api:
     if api not in _APIS:
         raise InvalidFieldError("api is required", field="api")
     return _APIS[api]
+
+
+def _prompt(request: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) -> Prompt | None:
+    if not request.HasField("prompt"):
+        return None
+    return Prompt(_PROMPT_MEMBERS[request.api], request.prompt.start, request.prompt.end)
 
 
 def _conversation(commit: worker_pb2.TurnRef) -> Conversation:
@@ -191,25 +262,6 @@ def _conversation(commit: worker_pb2.TurnRef) -> Conversation:
         if not getattr(key, name):
             raise InvalidFieldError(f"commit.key.{name} is required", field=f"commit.key.{name}")
     return Conversation(key.tenant, key.model, key.conversation_id, commit.turn)
-
-
-def _report(report: PrefillReport) -> common_pb2.PrefillReport:
-    return common_pb2.PrefillReport(
-        prompt_tokens=report.prompt_tokens,
-        proven_tokens=report.proven_tokens,
-        pulled_tokens=report.pulled_tokens,
-        cached_tokens=report.cached_tokens,
-        recomputed_tokens=report.recomputed_tokens,
-        miss_reason=_miss_reason(report.miss_reason),
-    )
-
-
-def _miss_reason(name: str | None) -> common_pb2.MissReason.ValueType:
-    """The reason of that name; an engine may know reasons that we do not."""
-    full = f"MISS_REASON_{name}"
-    if full not in common_pb2.MissReason.keys():
-        return common_pb2.MISS_REASON_UNSPECIFIED
-    return common_pb2.MissReason.Value(full)
 
 
 def _summary(summary: DecodeSummary) -> worker_pb2.DecodeSummary:

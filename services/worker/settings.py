@@ -12,9 +12,12 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from services.common.addresses import split_host_port
+from services.common.tls_settings import InternalTlsSettings, PeerTlsSettings
+from services.common.tracing_settings import TracingSettings
+from services.worker.budget import RetentionPolicy
 from services.worker.engine_command import Role
 from services.worker.kv_layout import KvLayoutChoice
 
@@ -69,7 +72,7 @@ def _runtime_path(worker_id: str, suffix: str) -> Path:
     return Path(tempfile.gettempdir()) / f"kvloop-{os.getuid()}" / f"{worker_id}{suffix}"
 
 
-class WorkerSettings(BaseSettings):
+class WorkerSettings(InternalTlsSettings, PeerTlsSettings, TracingSettings):
     """The sidecar beside one vLLM server.
 
     It starts vLLM (or attaches to a running server with --engine-url), registers
@@ -146,11 +149,30 @@ class WorkerSettings(BaseSettings):
     side_channel_port: int = Field(default_factory=_default_side_channel_port, ge=1, le=65535)
     """Port of vLLM's NIXL side channel; with tensor parallelism the first of several."""
 
+    nixl_backends: str = ""
+    """Transports of NIXL for vLLM, with commas, as in LIBFABRIC; empty: vLLM's own
+    choice, which is UCX. The same for all workers of a model."""
+
     kv_recompute_threshold: int = Field(64, ge=0)
     """Tokens below which prefill recomputes instead of pulling."""
 
     decoder_kv_blocks_ttl_seconds: PositiveInt = 480
-    """How long decode keeps a finished turn's KV blocks."""
+    """How long decode keeps a finished turn's KV blocks for its conversation."""
+
+    pin_lease_seconds: int = Field(60, ge=12)
+    """How long decode keeps them unless the sidecar renews their lease, where vLLM
+    allows renewals: what a crash costs at most. Renewed at a third."""
+
+    retained_blocks_share: float = Field(0.5, gt=0, le=1)
+    """Share of decode's KV blocks that may be retained; beyond it the least valuable
+    conversations are released."""
+
+    free_blocks_share: float = Field(0.1, ge=0, lt=1)
+    """Share of decode's KV blocks to keep free, by releasing likewise."""
+
+    retention_policy: RetentionPolicy = "value"
+    """What is released first: value (least chance of a next turn, by the tenant's past
+    pauses, times tokens saved) or lru (longest silent)."""
 
     block_size: PositiveInt | None = None
     """Tokens per KV block. 32 on CPU; on CUDA what --kv-layout comes to."""
@@ -180,6 +202,31 @@ class WorkerSettings(BaseSettings):
     engine_poll_seconds: PositiveFloat = 2
     """How often an attached engine's health is checked."""
 
+    lost_turns_share: float = Field(0.01, ge=0, lt=1)
+    """Share of a tenant's next turns that may come too late because their
+    conversation was given up early: retained KV goes once a longer pause than those
+    of all other turns has passed, by the tenant's past pauses. 0: nothing is given up
+    before its TTL. Conversations with a longer TTL of their own are left alone.
+    Decode workers only."""
+
+    pull_guard: bool = True
+    """Hold pulls back while recomputing is faster, by what was measured. Off, all
+    that is proven is pulled, however slow the link. Prefill workers only."""
+
+    pull_probe_tokens: PositiveInt = 512
+    """Tokens of a probe at most: the small pull by which a link is looked at, at
+    first contact and while pulls are held back."""
+
+    pull_probe_turns: PositiveInt = 16
+    """Turns without a pull after which a link that is held back is probed."""
+
+    pull_probe_seconds: PositiveFloat = 30
+    """Time without a pull after which it is probed. A probe waits for a prompt so
+    long that it adds no more than 8 % to the leg."""
+
+    pull_probe_overdue_seconds: PositiveFloat = 300
+    """Time without a pull after which a probe waits for nothing."""
+
     event_timeout_seconds: PositiveFloat = 1
     """How long after the end of an answer the connector may take to report it."""
 
@@ -192,6 +239,10 @@ class WorkerSettings(BaseSettings):
 
     lease_ttl_seconds: PositiveFloat = 15
     """Lease to ask of the registry; it is renewed at a third."""
+
+    drain_seconds: float = Field(0, ge=0)
+    """How long calls are still answered after SIGTERM or SIGINT while no new legs are
+    taken, so that routers, which hear of it from kvmeta, turn to other workers."""
 
     grace_seconds: PositiveFloat = 30
     """How long legs in flight may take to end at shutdown."""
@@ -217,6 +268,11 @@ class WorkerSettings(BaseSettings):
     def engine_base_url(self) -> str:
         """Where the engine's HTTP server is."""
         return self.engine_url or f"http://127.0.0.1:{self.engine_port}"
+
+    @property
+    def nixl_backend_names(self) -> list[str]:
+        """nixl_backends as a list."""
+        return [name.strip() for name in self.nixl_backends.split(",") if name.strip()]
 
     @property
     def extra_engine_args(self) -> list[str]:

@@ -59,6 +59,8 @@ def worker_record(
             lease_renewal=hello.lease_renewal,
             kv_cache_dtype=hello.kv_cache_dtype,
             nixl_version=hello.nixl_version,
+            pin_lease=to_duration(hello.pin_lease_seconds),
+            kv_block_bytes=hello.kv_block_bytes,
         ),
     )
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
+from services.kvmeta.sql.postgres import open_postgres
+from services.kvmeta.sql.sqlite import open_sqlite
+from services.kvmeta.sql.transactions import Transactions
 from services.kvmeta.store import Store
 from tests.contract import kvmeta_stores
 from tests.contract.kvmeta_stores import POLICY, ManualClock
@@ -53,3 +58,28 @@ async def store(
         opened = kvmeta_stores.open_postgres_store(server.url, clock, POLICY)
     async with opened as made:
         yield made
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+async def bare_database(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncIterator[Transactions]:
+    """Transactions on a database without tables, of each kind."""
+    if request.param == "sqlite":
+        opened: AbstractAsyncContextManager[Transactions] = open_sqlite(tmp_path / "ledger.db")
+    else:
+        server = request.getfixturevalue("postgres")
+        opened = open_postgres(sa.make_url(server.url), pool_size=2)
+    async with opened as made:
+        await made.write(_drop_everything)
+        yield made
+
+
+def _drop_everything(connection: sa.Connection) -> None:
+    if connection.dialect.name == "postgresql":  # functions as well as tables
+        connection.execute(sa.text("DROP SCHEMA public CASCADE"))
+        connection.execute(sa.text("CREATE SCHEMA public"))
+        return
+    found = sa.MetaData()
+    found.reflect(connection)
+    found.drop_all(connection)

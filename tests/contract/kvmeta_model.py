@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 MARGIN = 5
 RETENTION = 3600
+LONGEST_TTL = 3600
 
 
 @dataclass
@@ -17,8 +18,15 @@ class ModelHandle:
     epoch: str
     born: int
     engine_ttl: int
-    ttl: int
+    retention: int
+    """How long renewals can keep the blocks; 0 if they cannot."""
+    drop: int
+    """When the engine drops the blocks."""
+    until: int
+    """When the handle stops being given out."""
+    extension: int = 0
     state: str = "AVAILABLE"
+    evicted: bool = False
     holder: str = ""
     holder_turn: int = 0
 
@@ -58,7 +66,7 @@ class ModelLedger:
             return ("miss", c.opened, "FIRST_TURN")
         if h.state not in ("AVAILABLE", "TAKEN"):
             c.dead_since = self.now
-            return ("miss", c.opened, h.state)
+            return ("miss", c.opened, "EVICTED" if h.evicted else h.state)
         if h.state == "TAKEN":
             return ("miss", c.opened, "TAKEN" if self._usable(h) else "SPENT")
         if h.by == request:
@@ -71,13 +79,21 @@ class ModelLedger:
         return ("hit", c.opened, h.name)
 
     def commit(
-        self, name: str, request: str, turn: int, worker: str, epoch: str, engine_ttl: int
+        self,
+        name: str,
+        request: str,
+        turn: int,
+        worker: str,
+        epoch: str,
+        engine_ttl: int,
+        retention: int,
     ) -> tuple[object, ...]:
         c = self.conversations.get(name)
         known = c or ModelConversation()
         old = known.handle
         if old is not None and old.by == request:
-            return ("repeated", old.name)
+            elsewhere = (old.worker, old.epoch) != (worker, epoch)
+            return ("superseded",) if elsewhere else ("repeated", old.name)
         if known.closed and (turn or known.opened) <= known.closed:
             return ("superseded",)
         if old is not None and turn and turn <= old.turn:
@@ -87,12 +103,19 @@ class ModelLedger:
         if old is not None and old.state == "AVAILABLE":
             self._release(old, "SUPERSEDED")
         number = turn or known.opened + 1
-        ttl = engine_ttl - MARGIN
-        if known.wanted_ttl is not None:
-            ttl = min(ttl, known.wanted_ttl)
         handle_name = f"{name}-{request}-{self.now}"
+        drop = self.now + engine_ttl
         known.handle = ModelHandle(
-            handle_name, number, request, worker, epoch, self.now, engine_ttl, ttl
+            handle_name,
+            number,
+            request,
+            worker,
+            epoch,
+            self.now,
+            engine_ttl,
+            retention,
+            drop,
+            until=min(self.now + (known.wanted_ttl or retention or engine_ttl), drop - MARGIN),
         )
         known.opened = max(known.opened, number)
         self.conversations[name] = known
@@ -123,6 +146,8 @@ class ModelLedger:
         if h is not None and released:
             h.state = "RELEASED"
             self._release(h, "ENDED")
+        if h is not None:
+            h.evicted = False
         if h is None or h.state != "TAKEN":
             c.dead_since = self.now
         return (h is not None, released)
@@ -131,12 +156,50 @@ class ModelLedger:
         c = self.conversations.get(name)
         if c is None or c.handle is None:
             return "unknown"
-        if ttl > c.handle.engine_ttl - MARGIN:
+        h = c.handle
+        if ttl > (LONGEST_TTL if h.retention else h.engine_ttl - MARGIN):
             return "too long"
         c.wanted_ttl = ttl
-        if c.handle.state == "AVAILABLE" and self._usable(c.handle):
-            c.handle.ttl = ttl
+        if h.state == "AVAILABLE" and self._usable(h):
+            h.until = min(h.born + ttl, h.drop - MARGIN)
         return "set"
+
+    def renew(
+        self, request: str, worker: str, epoch: str, remaining: int, extension: int
+    ) -> tuple[object, ...]:
+        """The verdict, and for how long a WANTED pin is wanted."""
+        if self.engines.get(worker) != epoch:
+            return ("engine gone",)
+        c = self._owner(request, worker, epoch)
+        h = c.handle if c else None
+        if c is None or h is None:
+            return ("UNOWNED", 0)
+        if h.state == "AVAILABLE" and not self._usable(h):
+            self._release(h, "EXPIRED")
+            h.state, c.dead_since = "EXPIRED", self.now
+        if h.state == "AVAILABLE":
+            wanted_until = h.born + (c.wanted_ttl or h.retention or h.engine_ttl)
+            if h.retention and extension > h.extension:
+                h.drop = min(self.now + remaining, h.drop + extension - h.extension)
+                h.extension = extension
+                h.until = min(wanted_until, h.drop - MARGIN)
+            renews = h.retention and self._usable(h)
+            return ("WANTED", max(0, (wanted_until if renews else h.until) - self.now))
+        if h.state == "TAKEN":
+            return ("IN_USE", 0)
+        never_given_out = h.state != "SPENT" and not (h.state == "VOID" and h.holder)
+        return ("RELEASE" if never_given_out else "UNOWNED", 0)
+
+    def evict(self, requests: list[str], worker: str, epoch: str) -> list[str]:
+        evicted = []
+        for request in requests:
+            c = self._owner(request, worker, epoch)
+            if c is None or c.handle is None or c.handle.state != "AVAILABLE":
+                continue
+            self._release(c.handle, "BUDGET")
+            c.handle.state, c.handle.evicted, c.dead_since = "RELEASED", True, self.now
+            evicted.append(request)
+        return evicted
 
     def register(self, worker: str, epoch: str) -> int:
         self.engines[worker] = epoch
@@ -159,11 +222,21 @@ class ModelLedger:
             elif c.dead_since + RETENTION <= self.now:
                 del self.conversations[name]
 
+    def _owner(self, request: str, worker: str, epoch: str) -> ModelConversation | None:
+        """The one conversation whose handle that turn left on that engine."""
+        owners = [
+            c
+            for c in self.conversations.values()
+            if c.handle
+            and (c.handle.by, c.handle.worker, c.handle.epoch) == (request, worker, epoch)
+        ]
+        return owners[0] if len(owners) == 1 else None
+
     def _usable(self, h: ModelHandle) -> bool:
-        return self.now < h.born + h.ttl
+        return self.now < h.until
 
     def _release(self, h: ModelHandle, why: str) -> None:
-        if self.now < h.born + h.engine_ttl:
+        if self.now < h.drop:
             self.released.append((h.name, why))
 
     def _void(self, worker: str, *, keep: str | None, tell: bool) -> list[int]:

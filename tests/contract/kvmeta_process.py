@@ -29,13 +29,16 @@ class KvmetaProcess:
 
 
 @asynccontextmanager
-async def run_kvmeta(database_url: str, *flags: str) -> AsyncIterator[KvmetaProcess]:
-    """A kvmeta that serves; it is killed at the end if it still runs."""
+async def run_kvmeta(database_url: str, *flags: str, port: int = 0) -> AsyncIterator[KvmetaProcess]:
+    """A kvmeta that serves, by default on a free port.
+
+    It is killed at the end if it still runs.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "services.kvmeta",
-        "--listen=127.0.0.1:0",
+        f"--listen=127.0.0.1:{port}",
         f"--database-url={database_url}",
         "--log-json",
         *flags,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 
+from services.kvmeta.deadlines import Policy
 from services.kvmeta.memory_store import MemoryStore
 from services.kvmeta.model import (
     MICROSECONDS,
@@ -16,13 +19,15 @@ from services.kvmeta.model import (
     ConversationKey,
     EngineRef,
     EngineTraits,
+    HeldPin,
     Worker,
     WorkerRole,
     WorkerState,
 )
-from services.kvmeta.rules import Policy, Stored
+from services.kvmeta.rules import Stored
 from services.kvmeta.sql import schema
 from services.kvmeta.sql.postgres import open_postgres
+from services.kvmeta.sql.releases import start_revisions
 from services.kvmeta.sql.sqlite import open_sqlite
 from services.kvmeta.sql.store import SqlStore
 from services.kvmeta.sql.tables import counters, metadata
@@ -36,6 +41,7 @@ LEASE_US = 10_000 * SECOND
 POLICY = Policy(
     handle_margin_us=5 * SECOND,
     handle_ttl_us=None,
+    max_retention_us=3600 * SECOND,
     dead_retention_us=3600 * SECOND,
     release_retention_us=600 * SECOND,
     max_conversations=30,
@@ -66,6 +72,7 @@ async def open_sqlite_store(
 ) -> AsyncIterator[SqlStore]:
     async with open_sqlite(path) as transactions:
         await transactions.write(schema.upgrade)
+        await transactions.write(partial(start_revisions, at_least=clock.us))
         yield SqlStore(transactions, clock, policy)
 
 
@@ -78,6 +85,7 @@ async def open_postgres_store(
         await transactions.write(schema.upgrade)
         if empty:
             await transactions.write(_empty)
+            await transactions.write(partial(start_revisions, at_least=clock.us))
         yield SqlStore(transactions, clock, policy)
 
 
@@ -145,6 +153,7 @@ def commit(
     engine: EngineRef = ENGINE,
     params: bytes = b'{"remote_block_ids":[[1,2]]}',
     engine_ttl_seconds: float = 480,
+    retention_seconds: float = 0,
     num_tokens: int = 64,
     num_blocks: int = 2,
 ) -> Commit:
@@ -156,9 +165,20 @@ def commit(
         engine=engine,
         params=params,
         engine_ttl_us=round(engine_ttl_seconds * SECOND),
+        retention_ttl_us=round(retention_seconds * SECOND),
         num_tokens=num_tokens,
         num_blocks=num_blocks,
     )
+
+
+def leased(at: ConversationKey | None = None, **more: Any) -> Commit:
+    """A commit whose pin lasts a minute and can be renewed up to 480 s."""
+    return commit(at, engine_ttl_seconds=60, retention_seconds=480, **more)
+
+
+def held(turn_id: str = "r1", *, remaining: float = 60, extension: float = 0) -> HeldPin:
+    """A pin as its engine holds it; durations in seconds."""
+    return HeldPin(turn_id, round(remaining * SECOND), round(extension * SECOND))
 
 
 async def register(store: Store, made: Worker | None = None, *, lease_us: int = LEASE_US) -> str:

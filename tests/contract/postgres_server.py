@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -69,12 +70,33 @@ class PostgresServer:
         """Stop the server; mode `immediate` is a crash."""
         self._run("pg_ctl", "stop", "--wait", f"--mode={mode}")
 
+    def pause(self) -> None:
+        """Let it hang: it neither answers nor refuses."""
+        self._signal_all(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on where it was paused."""
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to the server and then to all of its processes.
+
+        The server goes first, so that a paused one starts no more of them.
+        """
+        server = int((self._data / "postmaster.pid").read_text().split()[0])
+        os.kill(server, number)
+        for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
+            os.kill(int(child), number)
+
     def _run(self, program: str, *arguments: str) -> None:
         command = [str(self._binaries / program), f"--pgdata={self._data}", *arguments]
+        if self._user:
+            # subprocess's own `user` makes it fork, which gRPC's threads do not survive.
+            as_user = [f"--reuid={self._user}", f"--regid={self._user}", "--init-groups"]
+            command = ["setpriv", *as_user, *command]
         subprocess.run(
             command,
             check=True,
-            user=self._user,
             cwd=self._directory,
             # pg_ctl's server would keep a pipe open.
             stdout=subprocess.DEVNULL,

@@ -15,6 +15,7 @@ from services.kvmeta.sql.postgres import open_postgres
 from services.kvmeta.store import Hit
 from tests.contract.kvmeta_stores import (
     POLICY,
+    START_US,
     commit,
     hit,
     key,
@@ -113,7 +114,7 @@ async def test_first_registrations_of_one_worker_at_two_replicas_leave_one(repli
     _, records = await replicas[0].registry()
     assert len(records) == 1
     changes = await replicas[1].worker_changes(0)
-    assert [record.revision for record in changes] == [8]
+    assert [record.revision for record in changes] == [START_US + 8]
 
 
 async def test_a_commit_races_a_new_engine_life_and_is_never_given_out(replicas) -> None:

@@ -13,7 +13,7 @@ from services.kvmeta.model import (
     WorkerRole,
     WorkerState,
 )
-from services.kvmeta.store import Renewal
+from services.kvmeta.store import Forgotten, Renewal
 from tests.contract.kvmeta_stores import SECOND, commit, hit, key, miss, register, stored, worker
 
 LEASE = 15 * SECOND
@@ -154,8 +154,6 @@ async def test_a_state_change_comes_with_a_renewal(store) -> None:
 
 
 async def test_changes_resume_after_a_revision(store) -> None:
-    revision, records = await store.registry()
-    assert (revision, records) == (0, [])
     lease_id = await register(store)
     await register(store, worker("d2", engine=EngineRef("e2", "e")))
     first, second = await store.worker_changes(0)
@@ -166,6 +164,59 @@ async def test_changes_resume_after_a_revision(store) -> None:
     revision, records = await store.registry()
     assert revision == removed.revision
     assert [record.worker.worker_id for record in records] == ["d2"]
+
+
+async def test_no_change_is_missed_or_repeated_from_any_revision(store) -> None:
+    lease_id = await register(store)
+    start, _ = await store.registry()
+    await register(store, worker("d2", engine=EngineRef("e2", "e")))
+    await store.keep_alive(lease_id, WorkerState.DRAINING)
+    await store.end_lease("lease-d2-e")
+    await register(store, worker("d3", engine=EngineRef("e3", "e")))
+    everything = await store.worker_changes(start)
+    assert [record.worker.worker_id for record in everything] == ["d1", "d2", "d3"]
+    assert [record.revision - start for record in everything] == [2, 3, 4]
+    for position in range(5):
+        later = [record for record in everything if record.revision > start + position]
+        assert await store.worker_changes(start + position) == later
+
+
+async def test_a_worker_that_comes_back_after_its_removal_is_added_anew(store) -> None:
+    lease_id = await register(store)
+    [first] = await store.worker_changes(0)
+    assert first.added_revision == first.revision
+    await store.register(worker(engine=RESTARTED), "lease-2", LEASE)
+    [replaced] = await store.worker_changes(first.revision)
+    assert replaced.added_revision == first.revision
+    assert await store.end_lease(lease_id) is None
+    await store.end_lease("lease-2")
+    [removed] = await store.worker_changes(replaced.revision)
+    assert (removed.removed, removed.added_revision) == (True, first.revision)
+    await store.register(worker(engine=RESTARTED), "lease-3", LEASE)
+    [back] = await store.worker_changes(removed.revision)
+    assert (back.removed, back.added_revision) == (False, back.revision)
+
+
+async def test_changes_after_a_revision_that_was_never_given_out_are_unknown(store) -> None:
+    await register(store)
+    revision, _ = await store.registry()
+    assert await store.worker_changes(revision) == []
+    assert await store.worker_changes(revision + 1) == Forgotten()
+    assert await store.worker_changes(2**63 - 1) == Forgotten()
+    assert await store.worker_changes(2**64 - 1) == Forgotten()
+
+
+async def test_a_watcher_that_missed_a_forgotten_removal_is_told(store, clock) -> None:
+    lease_id = await register(store)
+    before, _ = await store.registry()
+    await store.end_lease(lease_id)
+    await register(store, worker("d2", engine=EngineRef("e2", "e")))
+    removal = before + 1
+    clock.advance(3600)
+    assert await store.forget_workers(10) == 1
+    assert await store.worker_changes(before) == Forgotten()
+    [later] = await store.worker_changes(removal)
+    assert later.worker.worker_id == "d2"
 
 
 async def test_a_removed_worker_is_forgotten_after_its_retention(store, clock) -> None:

@@ -22,6 +22,11 @@ from services.worker import tiny_model
 from tests.engine.engines import EngineProbe
 
 MODEL = "tiny"
+ENGINE_ARGS = (
+    "--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 "
+    # Reasoning only where a request asks for it.
+    """--default-chat-template-kwargs '{"enable_thinking": false}'"""
+)
 TTL_SECONDS = 45
 """Long enough for a turn to follow another, short enough to wait for its end."""
 
@@ -83,7 +88,7 @@ async def world(
         served_model_name=MODEL,
         workers=make_workers(
             decoder_kv_blocks_ttl_seconds=TTL_SECONDS,
-            engine_args="--enable-auto-tool-choice --tool-call-parser hermes",
+            engine_args=ENGINE_ARGS,
         ),
         run_dir=tmp_path_factory.mktemp("run"),
         # Gives tests /reset_prefix_cache.

@@ -11,149 +11,9 @@ from typing import Any
 
 import aiohttp
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+from tests.engine.features import FEATURES, RESPONSES, Feature
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "fidelity.md"
-
-_HI = [{"role": "user", "content": "Say something about the sea and the wind."}]
-_LOOK = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "parameters": {
-            "type": "object",
-            "properties": {"far": {"type": "boolean"}},
-            "required": ["far"],
-        },
-    },
-}
-_SCHEMA = {
-    "type": "json_schema",
-    "json_schema": {"name": "answer", "schema": _LOOK["function"]["parameters"]},  # type: ignore[index]
-}
-
-
-@dataclass(frozen=True)
-class Feature:
-    """One thing that clients use."""
-
-    name: str
-    path: str
-    members: Mapping[str, Any]
-    through: str = ""
-    """Why it is not the same through kvloop; empty if it has to be."""
-    through_stream: str = ""
-    """The same, of streams alone."""
-
-
-FEATURES = [
-    Feature("chat", CHAT, {"messages": _HI}),
-    Feature(
-        "system and assistant messages, content in parts",
-        CHAT,
-        {
-            "messages": [
-                {"role": "system", "content": "You are brief."},
-                {"role": "user", "content": [{"type": "text", "text": "hello"}]},
-                {"role": "assistant", "content": "hi"},
-                *_HI,
-            ]
-        },
-    ),
-    Feature(
-        "content: null beside tool calls",
-        CHAT,
-        {
-            "messages": [
-                *_HI,
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [
-                        {
-                            "id": "a",
-                            "type": "function",
-                            "function": {"name": "look", "arguments": "{}"},
-                        }
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "a", "content": "waves"},
-            ]
-        },
-    ),
-    Feature(
-        "tools, tool_choice: none", CHAT, {"messages": _HI, "tools": [_LOOK], "tool_choice": "none"}
-    ),
-    Feature("tools, tool_choice: auto", CHAT, {"messages": _HI, "tools": [_LOOK]}),
-    Feature(
-        "tools, one function named",
-        CHAT,
-        {
-            "messages": _HI,
-            "tools": [_LOOK],
-            "tool_choice": {"type": "function", "function": {"name": "look"}},
-        },
-    ),
-    Feature(
-        "tools, tool_choice: required",
-        CHAT,
-        {"messages": _HI, "tools": [_LOOK], "tool_choice": "required"},
-    ),
-    Feature("response_format: json_schema", CHAT, {"messages": _HI, "response_format": _SCHEMA}),
-    Feature(
-        "logprobs with top_logprobs", CHAT, {"messages": _HI, "logprobs": True, "top_logprobs": 2}
-    ),
-    Feature("n: 3", CHAT, {"messages": _HI, "n": 3, "temperature": 0.7, "seed": 7}),
-    Feature("stop strings", CHAT, {"messages": _HI, "stop": ["a", "e"]}),
-    Feature("max_completion_tokens: 1", CHAT, {"messages": _HI, "max_completion_tokens": 1}),
-    Feature("min_tokens", CHAT, {"messages": _HI, "min_tokens": 12, "max_tokens": 12}),
-    Feature("seeded sampling", CHAT, {"messages": _HI, "temperature": 0.9, "seed": 11}),
-    Feature(
-        "penalties and logit_bias",
-        CHAT,
-        {
-            "messages": _HI,
-            "presence_penalty": 1.5,
-            "frequency_penalty": 0.5,
-            "logit_bias": {"300": 5},
-        },
-    ),
-    Feature("return_token_ids", CHAT, {"messages": _HI, "return_token_ids": True}),
-    Feature("prompt_logprobs (chat)", CHAT, {"messages": _HI, "prompt_logprobs": 1}),
-    Feature("unknown members", CHAT, {"messages": _HI, "x_vendor": {"a": [1.5, None]}}),
-    Feature("completion of text", COMPLETIONS, {"prompt": "the sea and"}),
-    Feature("completion of token ids", COMPLETIONS, {"prompt": [300, 301, 302, 303]}),
-    Feature("several prompts", COMPLETIONS, {"prompt": ["the sea", "the wind"]}),
-    Feature("completion logprobs", COMPLETIONS, {"prompt": "the sea", "logprobs": 2}),
-    Feature("echo with logprobs", COMPLETIONS, {"prompt": "the sea", "echo": True, "logprobs": 1}),
-    Feature(
-        "prompt_logprobs (completion)", COMPLETIONS, {"prompt": "the sea", "prompt_logprobs": 1}
-    ),
-    Feature(
-        "error: model not served",
-        CHAT,
-        {"messages": _HI, "model": "other"},
-        "status and type are the same, the message is kvloop's",
-    ),
-    Feature("error: content of a wrong type", CHAT, {"messages": [{"role": "user", "content": 7}]}),
-    Feature(
-        "error: no messages",
-        CHAT,
-        {"messages": []},
-        "refused by kvloop, before any engine is asked",
-    ),
-    Feature(
-        "error: negative temperature",
-        CHAT,
-        {"messages": _HI, "temperature": -1},
-        "status is the same, the message is kvloop's",
-    ),
-    Feature(
-        "error: unknown token id",
-        COMPLETIONS,
-        {"prompt": [10**6]},
-        through_stream="the same error as an HTTP status, where vLLM sends 200 and an error event",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -181,6 +41,11 @@ class Row:
         )
 
     @property
+    def used(self) -> bool:
+        """Whether the engine's own reply shows what the feature is about."""
+        return self.feature.shows in json.dumps(self.direct.value)
+
+    @property
     def reason(self) -> str:
         """Why it may differ; empty if it must not."""
         return self.feature.through or (self.feature.through_stream if self.stream else "")
@@ -206,15 +71,24 @@ async def compare(
     rows = []
     for feature in FEATURES:
         for stream in (False, True):
-            body = {"model": model, "max_tokens": 12, "temperature": 0, **feature.members}
-            if stream:
-                body |= {"stream": True, "stream_options": {"include_usage": True}}
+            body = _body(model, feature, stream=stream)
             replies = [
                 await _ask(session, url + feature.path, body, stream=stream)
                 for url in (direct, through)
             ]
             rows.append(Row(feature, stream, *replies))
     return rows
+
+
+def _body(model: str, feature: Feature, *, stream: bool) -> dict[str, Any]:
+    responses = feature.path == RESPONSES
+    limit = "max_output_tokens" if responses else "max_tokens"
+    body: dict[str, Any] = {"model": model, limit: 12, "temperature": 0, **feature.members}
+    if stream:
+        body["stream"] = True
+        if not responses:
+            body["stream_options"] = {"include_usage": True}
+    return body
 
 
 def document(rows: Sequence[Row], version: str) -> str:
@@ -235,12 +109,13 @@ engine directly. Made by `tests/engine/test_5_gateway.py` on real engines, vLLM 
 `KVLOOP_WRITE_DOCS=1` writes this page again.
 
 Compared are status and body. Left out are `id`, `created` and the ids of tool calls,
-which differ between any two requests; `kv_transfer_params` and `ec_transfer_params`,
-which kvloop removes, null or not; and `usage.prompt_tokens_details`, which kvloop sets
-(see [gateway.md](gateway.md)). Log probabilities have to agree to 1e-3. Streams are put
+which differ between any two requests, as do those of the items of a response;
+`kv_transfer_params` and `ec_transfer_params`, which kvloop removes, null or not; and
+`usage.prompt_tokens_details`, or `input_tokens_details`, which kvloop sets (see
+[gateway.md](gateway.md)). Log probabilities have to agree to 1e-3. Streams are put
 together before they are compared, since the number of tokens in an event depends on how
 busy the engine is; that events pass unchanged is shown byte by byte in
-`tests/flow/gateway/test_gateway_streams.py`.
+`tests/flow/gateway/test_gateway_streams.py` and `test_gateway_responses.py`.
 
 | feature | whole | streamed |
 |---|---|---|
@@ -255,10 +130,28 @@ async def _ask(
         raw = await reply.read()
         if not stream or reply.status != 200:
             return Reply(reply.status, _comparable(json.loads(raw)))
+    if url.endswith(RESPONSES):
+        return Reply(reply.status, _steps(raw))
     *events, done, rest = raw.split(b"\n\n")
     assert (done, rest) == (b"data: [DONE]", b""), raw[-200:]
     values = [_comparable(json.loads(event.removeprefix(b"data: "))) for event in events]
     return Reply(reply.status, _folded(values))
+
+
+def _steps(raw: bytes) -> list[Any]:
+    """The events of a response's stream, with deltas in a row put together."""
+    *events, rest = raw.split(b"\n\n")
+    assert rest == b"", raw[-200:]
+    steps: list[Any] = []
+    for event in events:
+        name, _, data = event.partition(b"\n")
+        value = _comparable(json.loads(data.removeprefix(b"data: ")))
+        assert name == b"event: " + value["type"].encode(), event
+        if steps and steps[-1]["type"] == value["type"] and "delta" in value:
+            steps[-1] = _joined(steps[-1], value)
+        else:
+            steps.append(value)
+    return steps
 
 
 def _folded(events: list[Any]) -> Any:
@@ -277,17 +170,27 @@ def _folded(events: list[Any]) -> Any:
     return {"choices": [choices[index] for index in sorted(choices)], "rest": rest}
 
 
-def _joined(first: Any, second: Any) -> Any:
+_PIECES = {"content", "reasoning", "reasoning_content", "text", "arguments", "delta"}
+"""Members whose text comes in pieces."""
+
+
+def _joined(first: Any, second: Any, name: str = "") -> Any:
     """Two values of one member, one after the other."""
     if first is None or second is None:
         return second if first is None else first
     if isinstance(first, dict) and isinstance(second, dict):
         return {
-            name: _joined(first.get(name), second.get(name)) for name in sorted({*first, *second})
+            member: _joined(first.get(member), second.get(member), member)
+            for member in sorted({*first, *second})
         }
     if isinstance(first, list) and isinstance(second, list):
-        return first + second
-    if isinstance(first, str) and first != second:
+        if name != "tool_calls":
+            return first + second
+        calls = {call["index"]: call for call in first}
+        for call in second:
+            calls[call["index"]] = _joined(calls.get(call["index"]), call)
+        return [calls[index] for index in sorted(calls)]
+    if isinstance(first, str) and name in _PIECES:
         return first + second
     return second
 
@@ -295,9 +198,14 @@ def _joined(first: Any, second: Any) -> Any:
 _IGNORED = {
     "id",
     "created",
+    "created_at",
+    "item_id",
+    "call_id",
+    "sequence_number",
     "kv_transfer_params",
     "ec_transfer_params",
     "prompt_tokens_details",
+    "input_tokens_details",
 }
 
 

@@ -70,6 +70,21 @@ async def test_streamed_chat_turns_pull_and_are_exact(world: World) -> None:
         ]
 
 
+async def test_a_long_chat_that_decode_gets_as_token_ids_is_exact(world: World) -> None:
+    conversation = world.conversation()
+    messages: list[dict[str, Any]] = [{"role": "user", "content": world.words(900)}]
+    assert len(messages[0]["content"]) > 4096  # or decode would tokenize it again
+    for _ in range(2):
+        await world.prefill.forget_prefixes()
+        done = await chat(world, messages, conversation)
+        assert done.token_ids == await world.prefill.recompute_chat(messages, ANSWER)
+        messages += [
+            {"role": "assistant", "content": done.text},
+            {"role": "user", "content": world.words(30)},
+        ]
+    assert done.receipt.pulled_tokens > 900
+
+
 async def test_warm_prefill_pulls_only_what_its_cache_lacks(world: World) -> None:
     conversation = world.conversation()
     history = await first_turn(world, conversation)
@@ -169,6 +184,49 @@ async def test_turn_sent_again_recomputes_and_is_right(world: World) -> None:
     # The retry gets the handle that its first try left behind: the same history.
     assert again.receipt.handle_hit
     assert again.token_ids == first.token_ids
+
+
+async def test_answer_that_ends_at_a_stop_string_is_retained(world: World) -> None:
+    """vLLM's front end aborts such a request, and its scheduler would drop the blocks."""
+    conversation = world.conversation()
+    prompt = world.tokens(300)
+    whole = await generate(world, prompt, world.conversation())
+    stop = whole.text[len(whole.text) // 2 :][:12]
+
+    stopped = await world.client.generate(
+        prompt,
+        model=MODEL,
+        conversation_id=conversation,
+        max_tokens=ANSWER,
+        temperature=0,
+        extra_body={"return_token_ids": True, "stop": [stop]},
+    ).collect()
+
+    assert stopped.finish_reason == "stop"
+    assert stop not in stopped.text
+    assert len(stopped.token_ids) < ANSWER
+    assert stopped.receipt.retain_outcome == "RETAINED"
+    follow_up = [*prompt, *stopped.token_ids, *world.tokens(30)]
+    await world.prefill.forget_prefixes()
+    done = await generate(world, follow_up, conversation)
+    assert done.receipt.handle_hit
+    assert done.receipt.pulled_tokens >= len(prompt)
+    assert done.token_ids == await world.prefill.recompute_prompt(follow_up, ANSWER)
+
+
+async def test_cancelled_answer_leaves_nothing_behind(world: World) -> None:
+    before = await world.decode.kv_usage()
+    stream = world.client.generate(
+        world.tokens(300), model=MODEL, conversation_id=world.conversation(), max_tokens=2000
+    )
+    async with stream:
+        async for _ in stream:
+            break
+
+    async def is_freed() -> bool:
+        return await world.decode.kv_usage() <= before
+
+    await eventually(is_freed, "the blocks of the broken-off answer are free", seconds=5)
 
 
 async def test_few_tokens_are_recomputed(world: World) -> None:

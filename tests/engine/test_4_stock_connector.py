@@ -45,6 +45,7 @@ async def _stock_prefill(model: Path, log: Path) -> AsyncIterator[str]:
             import_root=Path(__file__).parents[2],
             kv_recompute_threshold=64,
             decoder_kv_blocks_ttl_seconds=60,
+            pin_lease_seconds=60,
             kv_layout=KvLayout(32, False, "the CPU build's recipe"),
             cpu_kv_cache_gib=None,
             cpu_threads=None,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCENARIO = Path(__file__).with_name("scenario.py")
+SCENARIOS = ["scenario", "scenario_leases", "scenario_engine"]
 
 
 def _sources() -> list[Path | None]:
@@ -28,11 +28,13 @@ def _sources() -> list[Path | None]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("source", _sources(), ids=lambda path: path.name if path else "installed")
-def test_connector_proves_cuts_reports_and_releases(source: Path | None) -> None:
-    paths = [str(ROOT)] if source is None else [str(source), str(ROOT)]
+def test_connector_works_in_this_version(source: Path | None, scenario: str) -> None:
+    paths = [str(ROOT)] if source is None else [str(source.resolve()), str(ROOT)]
     done = subprocess.run(
-        [sys.executable, str(SCENARIO)],
+        [sys.executable, "-m", f"tests.versions.{scenario}"],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "VLLM_NO_USAGE_STATS": "1"},
         capture_output=True,
         text=True,

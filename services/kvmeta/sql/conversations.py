@@ -10,6 +10,12 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from services.kvmeta import rules
+from services.kvmeta.deadlines import (
+    Policy,
+    committed_expire_us,
+    longest_ttl_us,
+    wanted_until_us,
+)
 from services.kvmeta.model import (
     Commit,
     Conversation,
@@ -17,7 +23,7 @@ from services.kvmeta.model import (
     HandleState,
     ReleaseCause,
 )
-from services.kvmeta.rules import CommitVerdict, Policy
+from services.kvmeta.rules import CommitVerdict
 from services.kvmeta.sql import releases
 from services.kvmeta.sql.guards import NEXT_REVISION, REQUEST, THIS, engine_alive, this
 from services.kvmeta.sql.tables import (
@@ -59,6 +65,7 @@ _COMMIT_BY_HOLDER = (
         state=HandleState.AVAILABLE.value,
         take_request_id="",
         take_turn=0,
+        deadline_extension_us=0,
         commit_revision=NEXT_REVISION,
         revision=NEXT_REVISION,
         **{
@@ -75,6 +82,8 @@ _COMMIT_BY_HOLDER = (
                 "commit_time_us",
                 "expire_time_us",
                 "engine_ttl_us",
+                "retention_ttl_us",
+                "drop_time_us",
                 "due_time_us",
             )
         },
@@ -84,6 +93,15 @@ _COMMIT_BY_HOLDER = (
 _INSERT_PARAMS = sa.insert(handle_params).returning(handle_params.c.params_id)
 _REPLACE_PARAMS = sa.update(handle_params).where(
     handle_params.c.params_id == sa.bindparam("key_params_id")
+)
+_AT_LEAST = sa.bindparam("at_least", type_=sa.BigInteger)
+_KEEP_PARAMS = (
+    sa.update(handle_params)
+    .where(
+        handle_params.c.params_id == sa.bindparam("key_params_id"),
+        handle_params.c.due_time_us < _AT_LEAST,
+    )
+    .values(due_time_us=_AT_LEAST)
 )
 _stored = _COMMIT_BY_HOLDER.cte("stored")
 _replaced = (
@@ -122,7 +140,7 @@ def commit(
         releases.write(connection, [(old, old_params_id)], ReleaseCause.SUPERSEDED, now_us, policy)
     # Params of a handle that was given out are in nobody's release: reuse their row.
     reusable = old_params_id if old and old.state in rules.GIVEN_OUT else None
-    due_time_us = releases.params_due_time_us(rules.blocks_drop_time_us(verdict.row), policy)
+    due_time_us = _params_due_time_us(verdict.row, policy)
     params_id = _store_params(connection, wanted.params, due_time_us, reusable)
     if old is None:
         _insert(connection, verdict.row, params_id)
@@ -138,9 +156,9 @@ def commit_by_holder(
 
     It says what `commit` would say. On PostgreSQL it is a single statement.
     """
-    expire_time_us = now_us + rules.handle_ttl_us(wanted.engine_ttl_us, None, policy)
-    drop_time_us = now_us + wanted.engine_ttl_us
-    params_due_time_us = releases.params_due_time_us(drop_time_us, policy)
+    expire_time_us = committed_expire_us(wanted, None, now_us, policy)
+    kept_for_us = max(wanted.engine_ttl_us, wanted.retention_ttl_us)
+    params_due_time_us = releases.params_due_time_us(now_us + kept_for_us, policy)
     values = {
         **this(wanted.key),
         **_committer(wanted, now_us),
@@ -157,6 +175,8 @@ def commit_by_holder(
         "new_commit_time_us": now_us,
         "new_expire_time_us": expire_time_us,
         "new_engine_ttl_us": wanted.engine_ttl_us,
+        "new_retention_ttl_us": wanted.retention_ttl_us,
+        "new_drop_time_us": now_us + wanted.engine_ttl_us,
         "new_due_time_us": expire_time_us,
     }
     if connection.dialect.name == "postgresql":
@@ -218,13 +238,15 @@ def extend(
     connection: sa.Connection, key: ConversationKey, ttl_us: int, now_us: int, policy: Policy
 ) -> Conversation | TtlNotHonoured | None:
     """See LedgerStore.extend."""
-    old, _ = _lock(connection, key)
+    old, params_id = _lock(connection, key)
     if old is None or old.turn == 0:
         return None
-    if ttl_us > rules.longest_ttl_us(old.engine_ttl_us, policy):
-        return TtlNotHonoured(old.engine_ttl_us)
-    new = rules.extended(old, ttl_us, now_us)
+    if ttl_us > longest_ttl_us(old, policy):
+        return TtlNotHonoured(old)
+    new = rules.extended(old, ttl_us, now_us, policy)
     _update(connection, new)
+    due_time_us = _params_due_time_us(new, policy)
+    connection.execute(_KEEP_PARAMS, {"key_params_id": params_id, "at_least": due_time_us})
     return new
 
 
@@ -286,6 +308,15 @@ def _store_params(
             return reusable_id
     params_id: int = connection.execute(_INSERT_PARAMS, values).scalar_one()
     return params_id
+
+
+def _params_due_time_us(row: Conversation, policy: Policy) -> int:
+    kept_until_us = max(
+        row.drop_time_us,
+        row.commit_time_us + row.retention_ttl_us,
+        wanted_until_us(row, policy),
+    )
+    return releases.params_due_time_us(kept_until_us, policy)
 
 
 def _count_one_more(connection: sa.Connection, tenant: str, policy: Policy) -> bool:

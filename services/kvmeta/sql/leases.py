@@ -11,6 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from services.kvmeta.deadlines import Policy
 from services.kvmeta.model import (
     LIVE_STATES,
     HandleState,
@@ -21,24 +22,31 @@ from services.kvmeta.model import (
     WorkerRole,
     WorkerState,
 )
-from services.kvmeta.rules import Policy
 from services.kvmeta.sql import releases
 from services.kvmeta.sql.tables import (
     CONVERSATION_COLUMNS,
     REGISTRY_COUNTER,
+    REGISTRY_FLOOR,
     conversation_from_row,
     conversations,
+    counters,
     release_floors,
     worker_from_row,
     worker_to_row,
     workers,
 )
-from services.kvmeta.store import Renewal
+from services.kvmeta.store import Forgotten, Renewal
 
 _c = conversations.c
 _w = workers.c
 _LIVE = _c.state.in_([state.value for state in LIVE_STATES])
 _HAS_LEASE = _w.removed.is_(sa.false())
+_AT_LEAST = sa.bindparam("at_least", type_=sa.BigInteger)
+_RAISE_FLOOR = (
+    sa.update(counters)
+    .where(counters.c.name == REGISTRY_FLOOR, counters.c.value < _AT_LEAST)
+    .values(value=_AT_LEAST)
+)
 _UPDATE = sa.update(workers).where(_w.worker_id == sa.bindparam("key_worker_id"))
 
 
@@ -61,13 +69,15 @@ def register(
         now_us,
         policy,
     )
+    revision = _next_revision(connection)
     record = WorkerRecord(
         worker=worker,
         lease_id=lease_id,
         lease_ttl_us=lease_ttl_us,
         lease_expire_us=now_us + lease_ttl_us,
         removed=False,
-        revision=_next_revision(connection),
+        added_revision=revision if known is None or known.removed else known.added_revision,
+        revision=revision,
     )
     if known is None:
         connection.execute(sa.insert(workers), worker_to_row(record))
@@ -128,24 +138,23 @@ def extend_leases(connection: sa.Connection, now_us: int) -> int:
 
 def forget(connection: sa.Connection, limit: int, now_us: int, policy: Policy) -> int:
     """See RegistryStore.forget_workers."""
-    ids = (
-        connection.execute(
-            sa.select(_w.worker_id)
-            .where(
-                _w.removed.is_(sa.true()),
-                _w.lease_expire_us <= now_us - policy.dead_retention_us,
-            )
-            .order_by(_w.worker_id)
-            .limit(limit)
-            .with_for_update(skip_locked=True)
+    gone = connection.execute(
+        sa.select(_w.worker_id, _w.revision)
+        .where(
+            _w.removed.is_(sa.true()),
+            _w.lease_expire_us <= now_us - policy.dead_retention_us,
         )
-        .scalars()
-        .all()
-    )
-    if ids:
+        .order_by(_w.worker_id)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    ).all()
+    if gone:
+        ids = [row.worker_id for row in gone]
         connection.execute(sa.delete(workers).where(_w.worker_id.in_(ids)))
         connection.execute(sa.delete(release_floors).where(release_floors.c.worker_id.in_(ids)))
-    return len(ids)
+        floor = max(row.revision for row in gone)
+        connection.execute(_RAISE_FLOOR, {"at_least": floor})
+    return len(gone)
 
 
 def page(
@@ -188,8 +197,13 @@ def registry(connection: sa.Connection) -> tuple[int, list[WorkerRecord]]:
     return revision, [worker_from_row(row) for row in rows.mappings()]
 
 
-def changes(connection: sa.Connection, after_revision: int) -> list[WorkerRecord]:
+def changes(connection: sa.Connection, after_revision: int) -> list[WorkerRecord] | Forgotten:
     """See RegistryStore.worker_changes."""
+    if after_revision > 0:
+        floor = releases.current_revision(connection, REGISTRY_FLOOR)
+        newest = releases.current_revision(connection, REGISTRY_COUNTER)
+        if not floor <= after_revision <= newest:
+            return Forgotten()
     rows = connection.execute(
         sa.select(workers).where(_w.revision > after_revision).order_by(_w.revision)
     )

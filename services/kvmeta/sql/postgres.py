@@ -24,6 +24,10 @@ _ATTEMPTS = 5
 _CONNECT_TIMEOUT_SECONDS = 2
 _LOCK_TIMEOUT_MS = 2_000
 _STATEMENT_TIMEOUT_MS = 10_000
+_ANSWER_TIMEOUT_SECONDS = 12.0
+"""Longer than the server lets a statement run: who is silent for so long is gone.
+Without it a connection whose other end has vanished would wait for the operating
+system to give up, for a quarter of an hour."""
 
 # SQLSTATE: unique violation, serialization failure, deadlock, lock not available.
 # A unique violation is two first commits at once: the second finds a row next time.
@@ -31,15 +35,26 @@ _LOST_A_RACE = frozenset({"23505", "40001", "40P01", "55P03"})
 
 
 @asynccontextmanager
-async def open_postgres(url: sa.URL, *, pool_size: int) -> AsyncIterator[PostgresTransactions]:
+async def open_postgres(
+    url: sa.URL,
+    *,
+    pool_size: int,
+    answer_timeout_seconds: float | None = _ANSWER_TIMEOUT_SECONDS,
+) -> AsyncIterator[PostgresTransactions]:
     """Transactions on a PostgreSQL database.
 
     Nothing is connected yet: a database that is away is found by the first call.
 
+    Args:
+        url: the database; the driver in it is ignored.
+        pool_size: connections at most.
+        answer_timeout_seconds: how long a statement may go without an answer
+            before its connection is given up; None for any time.
+
     Raises:
         UnsupportedError: the driver is not installed.
     """
-    engine = _engine(url, pool_size)
+    engine = _engine(url, pool_size, answer_timeout_seconds)
     try:
         async with asyncio.TaskGroup() as tasks:
             yield PostgresTransactions(engine, tasks)
@@ -49,7 +64,7 @@ async def open_postgres(url: sa.URL, *, pool_size: int) -> AsyncIterator[Postgre
         await engine.dispose()
 
 
-def _engine(url: sa.URL, pool_size: int) -> AsyncEngine:
+def _engine(url: sa.URL, pool_size: int, answer_timeout_seconds: float | None) -> AsyncEngine:
     try:
         return create_async_engine(
             url.set(drivername="postgresql+asyncpg"),
@@ -58,6 +73,7 @@ def _engine(url: sa.URL, pool_size: int) -> AsyncEngine:
             pool_timeout=_CONNECT_TIMEOUT_SECONDS,
             connect_args={
                 "timeout": _CONNECT_TIMEOUT_SECONDS,
+                "command_timeout": answer_timeout_seconds,
                 "server_settings": {
                     "application_name": "kvloop-kvmeta",
                     "lock_timeout": str(_LOCK_TIMEOUT_MS),

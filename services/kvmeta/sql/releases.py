@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
-from services.kvmeta import rules
+from services.kvmeta.deadlines import Policy
 from services.kvmeta.model import Conversation, Release, ReleaseCause
-from services.kvmeta.rules import Policy
 from services.kvmeta.sql.tables import (
     RELEASES_COUNTER,
     counters,
@@ -26,6 +25,8 @@ _COUNT_UP = (
     .returning(counters.c.value)
 )
 _COUNTER = sa.select(counters.c.value).where(counters.c.name == sa.bindparam("key_name"))
+_AT_LEAST = sa.bindparam("at_least", type_=sa.BigInteger)
+_RAISE_ALL = sa.update(counters).where(counters.c.value < _AT_LEAST).values(value=_AT_LEAST)
 _FLOOR = sa.select(release_floors.c.revision).where(
     release_floors.c.worker_id == sa.bindparam("of_worker")
 )
@@ -41,9 +42,14 @@ _AFTER = (
 )
 
 
-def params_due_time_us(blocks_drop_time_us: int, policy: Policy) -> int:
-    """When a handle's params may be deleted: well after any release of it."""
-    return blocks_drop_time_us + 2 * policy.release_retention_us
+def params_due_time_us(kept_until_us: int, policy: Policy) -> int:
+    """When a handle's params may be deleted: well after any release of it.
+
+    Args:
+        kept_until_us: when the engine drops the blocks, renewals included.
+        policy: gives the retention.
+    """
+    return kept_until_us + 2 * policy.release_retention_us
 
 
 def next_revisions(connection: sa.Connection, counter: str, count: int) -> int:
@@ -62,6 +68,15 @@ def current_revision(connection: sa.Connection, counter: str) -> int:
     return value
 
 
+def start_revisions(connection: sa.Connection, at_least: int) -> None:
+    """Let the revisions of a new database go on from a time.
+
+    Watchers of the database that was here before then find their position below
+    everything, instead of resuming in the middle of another history.
+    """
+    connection.execute(_RAISE_ALL, {"at_least": at_least})
+
+
 def write(
     connection: sa.Connection,
     unwanted: Sequence[tuple[Conversation, int | None]],
@@ -78,7 +93,7 @@ def write(
         now_us: the ledger's time.
         policy: gives the retention.
     """
-    held = [pair for pair in unwanted if rules.blocks_drop_time_us(pair[0]) > now_us]
+    held = [pair for pair in unwanted if pair[0].drop_time_us > now_us]
     if not held:
         return
     first = next_revisions(connection, RELEASES_COUNTER, len(held))
@@ -96,7 +111,8 @@ def write(
                 "num_tokens": row.num_tokens,
                 "num_blocks": row.num_blocks,
                 "cause": cause.value,
-                "due_time_us": rules.blocks_drop_time_us(row) + policy.release_retention_us,
+                "deadline_extension_us": row.deadline_extension_us,
+                "due_time_us": row.drop_time_us + policy.release_retention_us,
             }
             for index, (row, params_id) in enumerate(held)
         ],

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import sqlalchemy as sa
 
 from services.kvmeta.clock import Clock
+from services.kvmeta.deadlines import Policy
 from services.kvmeta.model import (
     Commit,
     Conversation,
     ConversationKey,
+    EngineRef,
+    HeldPin,
     Release,
     Retained,
+    RetainedPin,
     Worker,
     WorkerRecord,
     WorkerRole,
     WorkerState,
 )
-from services.kvmeta.rules import CommitVerdict, Policy
+from services.kvmeta.rules import CommitVerdict, EngineGone
 from services.kvmeta.sql import conversations, leases, releases, sweeping, taking
+from services.kvmeta.sql import pins as sql_pins
 from services.kvmeta.sql.transactions import Transactions
 from services.kvmeta.store import (
     Ended,
     Forgotten,
     Hit,
     Miss,
+    PinFilter,
+    PinPosition,
+    PinsChecked,
     Position,
     Renewal,
     Swept,
@@ -98,6 +106,35 @@ class SqlStore:
             lambda c: conversations.page(c, tenant, model, after, limit)
         )
 
+    async def check_pins(
+        self, worker_id: str, engine: EngineRef, pins: Sequence[HeldPin]
+    ) -> PinsChecked | EngineGone:
+        """See LedgerStore."""
+        now = self._clock.now_us()
+        answer = await self._transactions.read(
+            lambda c: sql_pins.read(c, worker_id, engine, pins, now, self._policy)
+        )
+        if isinstance(answer, EngineGone):
+            return answer
+        if not answer.changes:
+            return PinsChecked(answer.statuses)
+        return await self._transactions.write(
+            lambda c: sql_pins.write(c, answer, now, self._policy)
+        )
+
+    async def evict(self, worker_id: str, engine: EngineRef, turn_ids: Sequence[str]) -> list[str]:
+        """See LedgerStore."""
+        return await self._write(
+            lambda c, now: sql_pins.evict(c, worker_id, engine, turn_ids, now, self._policy)
+        )
+
+    async def pins(
+        self, which: PinFilter, after: PinPosition | None, limit: int
+    ) -> list[RetainedPin]:
+        """See LedgerStore."""
+        now = self._clock.now_us()
+        return await self._transactions.read(lambda c: sql_pins.page(c, which, after, limit, now))
+
     async def releases(
         self, worker_id: str, after_revision: int, limit: int
     ) -> list[Release] | Forgotten:
@@ -157,7 +194,7 @@ class SqlStore:
         """See RegistryStore."""
         return await self._transactions.read(leases.registry)
 
-    async def worker_changes(self, after_revision: int) -> list[WorkerRecord]:
+    async def worker_changes(self, after_revision: int) -> list[WorkerRecord] | Forgotten:
         """See RegistryStore."""
         return await self._transactions.read(lambda c: leases.changes(c, after_revision))
 

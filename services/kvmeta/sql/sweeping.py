@@ -11,8 +11,8 @@ from collections import Counter
 import sqlalchemy as sa
 
 from services.kvmeta import rules
+from services.kvmeta.deadlines import Policy
 from services.kvmeta.model import Conversation, HandleState, ReleaseCause
-from services.kvmeta.rules import Policy
 from services.kvmeta.sql import releases
 from services.kvmeta.sql.guards import THIS, this
 from services.kvmeta.sql.tables import (

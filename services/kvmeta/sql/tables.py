@@ -60,6 +60,7 @@ conversations = sa.Table(
     _integer("ended_turn"),
     sa.Column("conversation_ttl_us", sa.BigInteger, nullable=True),
     sa.Column("state", _text(16), nullable=False),
+    sa.Column("release_cause", _text(16), nullable=True),
     _integer("turn"),
     sa.Column("handle_id", _text(64), nullable=False),
     sa.Column("worker_id", _text(128), nullable=False),
@@ -74,11 +75,15 @@ conversations = sa.Table(
     _integer("commit_time_us"),
     _integer("expire_time_us"),
     _integer("engine_ttl_us"),
+    _integer("retention_ttl_us"),
+    _integer("drop_time_us"),
+    _integer("deadline_extension_us"),
     _integer("due_time_us"),
     _integer("revision"),
     sa.Column("params_id", sa.BigInteger, nullable=True),
     sa.Index("ix_conversations_due_time_us", "due_time_us"),
     sa.Index("ix_conversations_worker_id_engine_id_epoch", "worker_id", "engine_id", "epoch"),
+    sa.Index("ix_conversations_commit_request_id", "commit_request_id"),
     sa.Index("ix_conversations_tenant_commit_time_us", "tenant", "commit_time_us"),
 )
 
@@ -105,6 +110,7 @@ releases = sa.Table(
     _integer("num_tokens"),
     _integer("num_blocks"),
     sa.Column("cause", _text(16), nullable=False),
+    _integer("deadline_extension_us"),
     _integer("due_time_us"),
     sa.Index("ix_releases_worker_id_revision", "worker_id", "revision"),
     sa.Index("ix_releases_due_time_us", "due_time_us"),
@@ -133,6 +139,7 @@ workers = sa.Table(
     _integer("lease_ttl_us"),
     _integer("lease_expire_us"),
     sa.Column("removed", sa.Boolean, nullable=False),
+    _integer("added_revision"),
     _integer("revision"),
 )
 
@@ -167,6 +174,8 @@ ledger_clock = sa.Table(
 
 RELEASES_COUNTER = "releases"
 REGISTRY_COUNTER = "registry"
+REGISTRY_FLOOR = "registry_floor"
+"""The highest revision at which a worker changed that was deleted since."""
 
 CONVERSATION_COLUMNS = tuple(c for c in conversations.c if c.name != "params_id")
 """In the order of Conversation's fields, with its key and engine in parts."""
@@ -182,6 +191,7 @@ def conversation_from_row(row: Sequence[Any]) -> Conversation:
         ended_turn,
         conversation_ttl_us,
         state,
+        release_cause,
         turn,
         handle_id,
         worker_id,
@@ -195,6 +205,7 @@ def conversation_from_row(row: Sequence[Any]) -> Conversation:
         ended_turn,
         conversation_ttl_us,
         HandleState(state),
+        None if release_cause is None else ReleaseCause(release_cause),
         turn,
         handle_id,
         worker_id,
@@ -210,6 +221,7 @@ def conversation_to_row(value: Conversation) -> dict[str, Any]:
         "ended_turn": value.ended_turn,
         "conversation_ttl_us": value.conversation_ttl_us,
         "state": value.state.value,
+        "release_cause": None if value.release_cause is None else value.release_cause.value,
         "turn": value.turn,
         "handle_id": value.handle_id,
         "worker_id": value.worker_id,
@@ -224,6 +236,9 @@ def conversation_to_row(value: Conversation) -> dict[str, Any]:
         "commit_time_us": value.commit_time_us,
         "expire_time_us": value.expire_time_us,
         "engine_ttl_us": value.engine_ttl_us,
+        "retention_ttl_us": value.retention_ttl_us,
+        "drop_time_us": value.drop_time_us,
+        "deadline_extension_us": value.deadline_extension_us,
         "due_time_us": value.due_time_us,
         "revision": value.revision,
     }
@@ -241,6 +256,7 @@ def release_from_row(row: RowMapping) -> Release:
             params=row["params"],
             num_tokens=row["num_tokens"],
             num_blocks=row["num_blocks"],
+            deadline_extension_us=row["deadline_extension_us"],
         ),
         cause=ReleaseCause(row["cause"]),
     )
@@ -262,6 +278,7 @@ def worker_from_row(row: RowMapping) -> WorkerRecord:
         lease_ttl_us=row["lease_ttl_us"],
         lease_expire_us=row["lease_expire_us"],
         removed=row["removed"],
+        added_revision=row["added_revision"],
         revision=row["revision"],
     )
 
@@ -282,5 +299,6 @@ def worker_to_row(value: WorkerRecord) -> dict[str, Any]:
         "lease_ttl_us": value.lease_ttl_us,
         "lease_expire_us": value.lease_expire_us,
         "removed": value.removed,
+        "added_revision": value.added_revision,
         "revision": value.revision,
     }

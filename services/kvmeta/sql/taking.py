@@ -5,11 +5,16 @@ Statements are built once: building costs more than running them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
 
 from services.kvmeta import rules
+from services.kvmeta.deadlines import Policy
 from services.kvmeta.model import LIVE_STATES, ConversationKey, HandleState, MissReason
-from services.kvmeta.rules import Policy
 from services.kvmeta.sql.guards import NEXT_REVISION, NOW, REQUEST, THIS, engine_alive, this
 from services.kvmeta.sql.tables import (
     CONVERSATION_COLUMNS,
@@ -20,13 +25,35 @@ from services.kvmeta.store import Hit, Miss
 
 _c = conversations.c
 
+
+class _Params(FunctionElement[bytes]):
+    """The params of the row that a statement returns.
+
+    A statement that has waited for another transaction returns the row as that
+    transaction left it. PostgreSQL would still read other tables as they were
+    before the wait: the params of an older handle, or none. Its function reads
+    them as they are.
+    """
+
+    type = sa.LargeBinary()
+    inherit_cache = True  # or the statements would be compiled at each use
+
+
 # As text, because SQLAlchemy strips table names from what SQLite returns, also
 # inside subqueries, where they are needed.
-_RETURN_PARAMS = sa.literal_column(
-    "(SELECT handle_params.params FROM handle_params"
-    " WHERE handle_params.params_id = conversations.params_id)",
-    sa.LargeBinary,
-)
+@compiles(_Params)
+def _params_of_row(_element: _Params, _compiler: SQLCompiler, **_: object) -> str:
+    return (
+        "(SELECT handle_params.params FROM handle_params"
+        " WHERE handle_params.params_id = conversations.params_id)"
+    )
+
+
+@compiles(_Params, "postgresql")
+def _params_as_committed(_element: _Params, _compiler: SQLCompiler, **_: object) -> str:
+    return "params_as_committed(conversations.params_id)"
+
+
 _RETURN_LEASE = sa.literal_column(
     "(SELECT workers.lease_expire_us FROM workers"
     " WHERE workers.worker_id = conversations.worker_id AND NOT workers.removed)",
@@ -38,15 +65,16 @@ _RETURN_SAME_ENGINE = sa.literal_column(
     sa.Boolean,
 ).label("same_engine")
 
+# rules.may_take as SQL.
+_MAY_TAKE = sa.and_(
+    _c.state == HandleState.AVAILABLE.value,
+    _c.expire_time_us > NOW,
+    _c.commit_request_id != REQUEST,
+    engine_alive(_c.worker_id, _c.engine_id, _c.epoch),
+)
 _TAKE = (
     sa.update(conversations)
-    .where(
-        THIS,
-        _c.state == HandleState.AVAILABLE.value,
-        _c.expire_time_us > NOW,
-        _c.commit_request_id != REQUEST,
-        engine_alive(_c.worker_id, _c.engine_id, _c.epoch),
-    )
+    .where(THIS, _MAY_TAKE)
     .values(
         state=HandleState.TAKEN.value,
         issued_turn=_c.issued_turn + 1,
@@ -54,7 +82,7 @@ _TAKE = (
         take_turn=_c.issued_turn + 1,
         revision=NEXT_REVISION,
     )
-    .returning(*CONVERSATION_COLUMNS, _RETURN_PARAMS.label("params"))
+    .returning(*CONVERSATION_COLUMNS, _Params().label("params"))
 )
 _IS_REPEAT = sa.and_(
     _c.state == HandleState.TAKEN.value,
@@ -63,7 +91,7 @@ _IS_REPEAT = sa.and_(
 )
 _OPEN_TURN = (
     sa.update(conversations)
-    .where(THIS)
+    .where(THIS, sa.not_(_MAY_TAKE))
     .values(
         issued_turn=sa.case((_IS_REPEAT, _c.issued_turn), else_=_c.issued_turn + 1),
         revision=sa.case((_IS_REPEAT, _c.revision), else_=NEXT_REVISION),
@@ -76,24 +104,33 @@ _OPEN_TURN = (
         *CONVERSATION_COLUMNS,
         _RETURN_LEASE,
         _RETURN_SAME_ENGINE,
-        sa.case((_IS_REPEAT, _RETURN_PARAMS)).label("params"),
+        sa.case((_IS_REPEAT, _Params())).label("params"),
     )
 )
+_EXISTS = sa.select(sa.exists().where(THIS))
 
 
 def take(
     connection: sa.Connection, key: ConversationKey, request_id: str, now_us: int, policy: Policy
 ) -> Hit | Miss:
-    """See LedgerStore.take. Each of its two statements is a whole change."""
+    """See LedgerStore.take. Each of its statements is a whole change."""
     asked = {**this(key), "by_request": request_id, "at_now": now_us}
-    row = connection.execute(_TAKE, asked).one_or_none()
-    if row is not None:
-        conversation = conversation_from_row(row)
-        return Hit(conversation.take_turn, conversation, row.params)
-    asked["dead_retention"] = policy.dead_retention_us
-    row = connection.execute(_OPEN_TURN, asked).one_or_none()
-    if row is None:
-        return Miss(rules.FIRST_TURN, MissReason.FIRST_TURN, "")
+    while True:
+        row = connection.execute(_TAKE, asked).one_or_none()
+        if row is not None:
+            conversation = conversation_from_row(row)
+            return Hit(conversation.take_turn, conversation, row.params)
+        row = connection.execute(
+            _OPEN_TURN, {**asked, "dead_retention": policy.dead_retention_us}
+        ).one_or_none()
+        if row is not None:
+            return _not_taken(row, request_id, now_us)
+        if not connection.execute(_EXISTS, this(key)).scalar_one():
+            return Miss(rules.FIRST_TURN, MissReason.FIRST_TURN, "")
+        # A handle has come between the two statements.
+
+
+def _not_taken(row: sa.Row[Any], request_id: str, now_us: int) -> Hit | Miss:
     conversation = conversation_from_row(row)
     if rules.is_repeated_take(conversation, request_id, now_us):
         return Hit(conversation.take_turn, conversation, row.params)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import grpc
 import msgspec
 
-from kvloop.errors import ENGINE_BODY, RETRY_AFTER, InvalidFieldError, KvloopError
+from kvloop.errors import ENGINE_BODY, RETRY_AFTER, InvalidFieldError, KvloopError, UnsupportedError
 
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -24,6 +24,7 @@ _TYPE = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
@@ -47,10 +48,23 @@ class ErrorReply:
     """Further headers."""
 
 
-class TooLargeError(InvalidFieldError):
+class UnreadBodyError(InvalidFieldError):
+    """The request's body is not read to its end, so its connection has to close."""
+
+
+class TooLargeError(UnreadBodyError):
     """The request has more bytes than are accepted."""
 
     default_reason = "REQUEST_TOO_LARGE"
+
+
+class TooSlowError(UnreadBodyError):
+    """The request's body did not come in time."""
+
+    default_reason = "REQUEST_TOO_SLOW"
+
+
+_OWN_STATUS: dict[type[KvloopError], int] = {TooLargeError: 413, TooSlowError: 408}
 
 
 def to_reply(error: KvloopError) -> ErrorReply:
@@ -62,7 +76,7 @@ def to_reply(error: KvloopError) -> ErrorReply:
     if status is not None and (body := error.metadata.get(ENGINE_BODY)):
         return ErrorReply(status, body.encode())
     if status is None:
-        status = 413 if isinstance(error, TooLargeError) else _STATUS.get(error.code, 500)
+        status = _OWN_STATUS.get(type(error)) or _STATUS.get(error.code, 500)
     message = error.metadata.get("engine_message") or error.message
     param = error.metadata.get("field") or None
     return ErrorReply(status, error_body(status, message, param=param), _headers(status, error))
@@ -78,6 +92,8 @@ def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
 
 def _engine_status(error: KvloopError) -> int | None:
     """The HTTP status with which an engine answered, or None if no engine did."""
+    if isinstance(error, UnsupportedError):
+        return None  # an engine's "not found" would blame the client's URL
     status = error.metadata.get("http_status", "")
     return int(status) if status.isdecimal() and 400 <= int(status) < 600 else None
 
@@ -87,4 +103,6 @@ def _headers(status: int, error: KvloopError) -> dict[str, str]:
         return {"www-authenticate": "Bearer"}
     if status in (429, 503):
         return {"retry-after": error.metadata.get(RETRY_AFTER, _RETRY_SECONDS)}
+    if isinstance(error, UnreadBodyError):
+        return {"connection": "close"}
     return {}

@@ -4,33 +4,56 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive, Send
 
-from services.router.gateway.errors import ErrorReply, TooLargeError
+from services.router.gateway.errors import ErrorReply, TooLargeError, TooSlowError
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+@dataclass(frozen=True)
+class BodyLimits:
+    """What the body of a request may be."""
+
+    max_bytes: int
+    """Largest body."""
+    seconds: float
+    """How long a small one may take."""
+    bytes_per_second: float
+    """Each time that so many bytes have come, a body may take a second more."""
+
+
+async def read_body(request: Request, limits: BodyLimits) -> bytes:
     """The whole body.
 
     Raises:
         TooLargeError: it has more bytes than allowed; the rest is not read.
+        TooSlowError: it takes longer than allowed; the rest is not read.
         ClientDisconnect: the client hung up.
     """
-    too_large = TooLargeError(f"the request's body has more than {max_bytes} bytes")
+    too_large = TooLargeError(f"the request's body has more than {limits.max_bytes} bytes")
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > max_bytes:
+    if length.isdecimal() and int(length) > limits.max_bytes:
         raise too_large
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise too_large
+    started = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout_at(started + limits.seconds) as patience:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limits.max_bytes:
+                    raise too_large
+                allowed = limits.seconds + len(body) / limits.bytes_per_second
+                patience.reschedule(started + allowed)
+    except TimeoutError:
+        raise TooSlowError(
+            f"the request's body comes too slowly: {len(body)} bytes so far"
+        ) from None
     return bytes(body)
 
 

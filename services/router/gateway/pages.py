@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from kvloop.common.v1 import common_pb2
-from kvloop.errors import KvloopError, UnavailableError, UnsupportedError
+from kvloop.errors import KvloopError, NotFoundError, UnavailableError
 from kvloop.worker.v1 import worker_pb2
 from services.router.body import decode, parse_object
 from services.router.gateway import http
@@ -53,7 +53,7 @@ class Pages:
         rng: breaks ties between workers.
         ready: whether turns can be served now.
         started_at: seconds since the epoch; `created` of every model.
-        max_body_bytes: larger bodies are refused.
+        body_limits: of requests.
         connect_timeout_seconds: how long to wait for a connection to a worker.
         timeout_seconds: how long a worker may take to tokenize.
     """
@@ -67,7 +67,7 @@ class Pages:
         rng: Rng,
         ready: Callable[[], bool],
         started_at: int,
-        max_body_bytes: int,
+        body_limits: http.BodyLimits,
         connect_timeout_seconds: float,
         timeout_seconds: float,
     ) -> None:
@@ -77,7 +77,7 @@ class Pages:
         self._rng = rng
         self._ready = ready
         self._started_at = started_at
-        self._max_body_bytes = max_body_bytes
+        self._body_limits = body_limits
         self._connect_timeout_seconds = connect_timeout_seconds
         self._timeout_seconds = timeout_seconds
 
@@ -106,7 +106,7 @@ class Pages:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: the engine's own reply."""
         self._caller(request)
-        body = await http.read_body(request, self._max_body_bytes)
+        body = await http.read_body(request, self._body_limits)
         members = parse_object(body, "body")
         for name in members:
             refuse_reserved(name, name)
@@ -119,12 +119,11 @@ class Pages:
         return Response(found.reply_json, media_type=http.JSON)
 
     @_with_errors
-    async def responses(self, request: Request) -> Response:
-        """POST /v1/responses: refused, since its state would live in one engine."""
+    async def kept_response(self, request: Request) -> Response:
+        """/v1/responses/{id} and below: answers are kept nowhere."""
         self._caller(request)
-        raise UnsupportedError(
-            "/v1/responses is not served: it keeps its conversations inside one engine; "
-            "use /v1/chat/completions"
+        raise NotFoundError(
+            "there is no such response: kvloop keeps none, since any engine answers any turn"
         )
 
     async def live(self, request: Request) -> Response:

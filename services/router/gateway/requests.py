@@ -14,8 +14,8 @@ import msgspec
 
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import InvalidFieldError
-from services.router.body import Member, decode, encode, member, parse_object
-from services.router.history import read_history
+from services.router.body import Member, decode, encode, member, parse_object, place_of
+from services.router.history import History, beginning_id, read_history, read_input
 from services.router.identity import Caller, one_conversation_id
 from services.router.openai_fields import Options, check_members, refuse_reserved
 from services.router.request import (
@@ -24,6 +24,7 @@ from services.router.request import (
     check_model,
     max_new_tokens_path,
 )
+from services.router.token_ids import count_token_ids
 
 _BODY = "body"
 
@@ -41,6 +42,8 @@ _STRING = msgspec.json.Decoder(str)
 _OPTIONAL_STRING = msgspec.json.Decoder(str | None)
 _OPTIONAL_BOOL = msgspec.json.Decoder(bool | None)
 _MESSAGES = msgspec.json.Decoder(list[_Message])
+_INPUT = msgspec.json.Decoder(str | list[dict[str, msgspec.Raw]])
+_TOKEN_IDS = msgspec.json.Decoder(list[int])
 _PROMPT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(str | list[str | int | list[int]] | None)
 
 
@@ -51,6 +54,20 @@ class _Own:
     conversation_id: str | None
     disable_reuse: bool
     request_id: str | None
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What a request's prompt is."""
+
+    path: str
+    """Member that holds it."""
+    count: int = 1
+    """How many there are."""
+    one: str | list[int] | msgspec.Raw | None = None
+    """The prompt of a completion, if it is one. Many token ids are not decoded."""
+    tokens: int | None = None
+    """Tokens in it, if it is tokenized."""
 
 
 @dataclass(frozen=True)
@@ -89,24 +106,33 @@ def read_request(
         refuse_reserved(name, name)
     model = _required(members, "model", _STRING)
     check_model(model)
-    prompt_path, prompts, prompt_tokens = _check_prompt(api, members)
-    options = msgspec.structs.replace(check_members(api, members), prompts=prompts)
-    _check_stream_options(options)
+    prompt = _check_prompt(api, members)
+    options = msgspec.structs.replace(check_members(api, members), prompts=prompt.count)
+    if api != common_pb2.API_RESPONSES:
+        _check_stream_options(options)
     conversation_id = _conversation_id(own, headers)
     history = None
-    if rules.derive_conversations and not conversation_id and _is_chat(api):
-        history = read_history(members["messages"].raw, options.cache_salt)
+    if rules.derive_conversations and not conversation_id:
+        if prompt.one is not None:
+            one = prompt.one
+            if isinstance(one, msgspec.Raw):
+                one = decode(one, _TOKEN_IDS, prompt.path)
+            conversation_id = beginning_id(one, options.cache_salt)
+        else:
+            history = _history(members, options)
     salt = caller.cache_salt(options.cache_salt)
     if salt != options.cache_salt:
         members["cache_salt"] = member(salt, "cache_salt")
+    values = {name: given.raw for name, given in members.items()}
     return TurnRequest(
         api=api,
         model=model,
-        body_json=encode({name: given.raw for name, given in members.items()}),
-        prompt_path=prompt_path,
+        body_json=encode(values),
+        prompt=place_of(values, prompt.path),
+        prompt_path=prompt.path,
         options=options,
         max_new_tokens_path=max_new_tokens_path(members, options),
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=prompt.tokens,
         conversation_id=conversation_id,
         client_request_id=own.request_id or "",
         disable_reuse=own.disable_reuse,
@@ -142,26 +168,41 @@ def _required(members: Mapping[str, Member], name: str, decoder: msgspec.json.De
     return decode(given.raw, decoder, name)
 
 
-def _check_prompt(
-    api: common_pb2.Api.ValueType, members: Mapping[str, Member]
-) -> tuple[str, int, int | None]:
-    """Path of the prompt, how many there are, and tokens in it if it is tokenized."""
-    if _is_chat(api):
+def _check_prompt(api: common_pb2.Api.ValueType, members: Mapping[str, Member]) -> _Prompt:
+    if api == common_pb2.API_RESPONSES:
+        _required(members, "input", _INPUT)
+        return _Prompt("input")
+    if api == common_pb2.API_CHAT_COMPLETIONS:
         if not _required(members, "messages", _MESSAGES):
             raise InvalidFieldError(
                 "messages is empty; a turn needs at least one", field="messages"
             )
-        return "messages", 1, None
+        return _Prompt("messages")
     if "prompt" not in members and "prompt_embeds" in members:
-        return "prompt_embeds", 1, None
+        return _Prompt("prompt_embeds")
+    tokens = count_token_ids(members["prompt"].raw) if "prompt" in members else None
+    if tokens:
+        return _Prompt("prompt", one=members["prompt"].raw, tokens=tokens)
     prompt = _required(members, "prompt", _PROMPT)
     if not prompt:
         raise InvalidFieldError("prompt is empty", field="prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
     if isinstance(prompt, str):
-        return "prompt", 1, None
-    if isinstance(prompt[0], int):
-        return "prompt", 1, len(prompt)
-    return "prompt", len(prompt), None
+        return _Prompt("prompt", one=prompt)
+    if all(isinstance(token, int) for token in prompt):
+        return _Prompt("prompt", one=prompt, tokens=len(prompt))
+    return _Prompt("prompt", count=len(prompt))
+
+
+def _history(members: Mapping[str, Member], options: Options) -> History | None:
+    """What was said before, as far as the request tells."""
+    if "messages" in members:
+        return read_history(members["messages"].raw, options.cache_salt)
+    # Messages in the format of one family of models are of no form known here.
+    if "input" in members and "previous_input_messages" not in members:
+        return read_input(members["input"].raw, options.instructions, options.cache_salt)
+    return None
 
 
 def _check_stream_options(options: Options) -> None:
@@ -178,7 +219,3 @@ def _conversation_id(own: _Own, headers: Mapping[str, str]) -> str:
     conversation_id = one_conversation_id(named)
     check_conversation_id(conversation_id, required=False)
     return conversation_id
-
-
-def _is_chat(api: common_pb2.Api.ValueType) -> bool:
-    return api == common_pb2.API_CHAT_COMPLETIONS

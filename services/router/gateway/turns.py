@@ -1,8 +1,8 @@
-"""POST /v1/chat/completions and /v1/completions."""
+"""POST /v1/chat/completions, /v1/completions and /v1/responses."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 import structlog
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import InternalError, InvalidFieldError, KvloopError
 from kvloop.router.v1 import router_pb2
-from services.router.deadline import Deadline
+from services.common.tracing import carried
 from services.router.gateway import http, sse
 from services.router.gateway.errors import to_reply
 from services.router.gateway.requests import ReadingRules, read_request
@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 _MAX_ECHOED_ID = 256
 _MISS_PREFIX = "MISS_REASON_"
 
-Events = AsyncGenerator[bytes | router_pb2.TurnResult, None]
+Events = AsyncGenerator[Sequence[bytes] | router_pb2.TurnResult, None]
 
 
 class TurnEndpoint:
@@ -33,7 +33,7 @@ class TurnEndpoint:
         api: format of the bodies.
         reception: admits turns.
         rules: how requests are read.
-        max_body_bytes: larger bodies are refused.
+        body_limits: of requests.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class TurnEndpoint:
         reception: Reception,
         rules: ReadingRules,
         *,
-        max_body_bytes: int,
+        body_limits: http.BodyLimits,
     ) -> None:
         self._api = api
         self._reception = reception
         self._rules = rules
-        self._max_body_bytes = max_body_bytes
+        self._body_limits = body_limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -56,7 +56,7 @@ class TurnEndpoint:
         deadline = self._reception.deadline()
         try:
             caller = self._reception.caller(request.headers.get("authorization"))
-            body = await http.read_body(request, self._max_body_bytes)
+            body = await http.read_body(request, self._body_limits)
             turn = read_request(self._api, body, request.headers, caller, self._rules)
         except InvalidFieldError as error:
             self._reception.refused()
@@ -68,23 +68,27 @@ class TurnEndpoint:
         turn_id = self._reception.new_turn_id()
         headers |= _echo(turn.client_request_id)
         headers["x-kvloop-turn-id"] = turn_id
-        await http.while_connected(receive, self._answer(turn, deadline, turn_id, headers, send))
+        events = self._reception.run(turn, deadline, turn_id, carried(request.headers.items()))
+        await http.while_connected(receive, self._answer(turn, events, headers, send))
 
     async def _answer(
         self,
         turn: TurnRequest,
-        deadline: Deadline,
-        turn_id: str,
+        events: Events,
         headers: Mapping[str, str],
         send: Send,
     ) -> None:
-        relay = relay_whole if turn.whole else relay_stream
-        async with aclosing(self._reception.run(turn, deadline, turn_id)) as events:
-            await relay(events, send, headers)
+        async with aclosing(events):
+            if turn.whole:
+                await relay_whole(events, send, headers)
+            else:
+                await relay_stream(events, send, headers, _framing(turn.api))
 
 
-async def relay_stream(events: Events, send: Send, headers: Mapping[str, str]) -> None:
-    """Send every chunk as soon as it is there.
+async def relay_stream(
+    events: Events, send: Send, headers: Mapping[str, str], framing: sse.Framing
+) -> None:
+    """Send every chunk as soon as it is there, those that arrived together at once.
 
     An error before the first chunk is a reply of its own; after it, an event, as
     vLLM writes it.
@@ -92,19 +96,19 @@ async def relay_stream(events: Events, send: Send, headers: Mapping[str, str]) -
     started = False
     try:
         async for event in events:
-            if isinstance(event, bytes):
+            if not isinstance(event, router_pb2.TurnResult):
                 if not started:
                     await _start_stream(send, headers)
                     started = True
-                await http.write(send, sse.event(event), more=True)
+                await http.write(send, b"".join(map(framing.event, event)), more=True)
     except Exception as error:
         found = to_reply(_typed(error))
         if not started:
             return await http.reply_error(send, found, headers)
-        await http.write(send, sse.event(found.body), more=True)
+        await http.write(send, framing.error(found.body), more=True)
     if not started:
         await _start_stream(send, headers)
-    await http.write(send, sse.DONE, more=False)
+    await http.write(send, framing.end(), more=False)
 
 
 async def relay_whole(events: Events, send: Send, headers: Mapping[str, str]) -> None:
@@ -113,10 +117,10 @@ async def relay_whole(events: Events, send: Send, headers: Mapping[str, str]) ->
     summary: dict[str, str] = {}
     try:
         async for event in events:
-            if isinstance(event, bytes):
-                body = event
-            else:
+            if isinstance(event, router_pb2.TurnResult):
                 summary = receipt_headers(event.receipt)
+            else:
+                body = event[-1]
     except Exception as error:
         return await http.reply_error(send, to_reply(_typed(error)), headers)
     await http.reply(send, 200, body, {**headers, **summary})
@@ -137,6 +141,12 @@ def receipt_headers(receipt: router_pb2.Receipt) -> dict[str, str]:
     if receipt.miss_reason != common_pb2.MISS_REASON_UNSPECIFIED:
         summary["x-kvloop-miss-reason"] = reason
     return {name: str(value) for name, value in summary.items()}
+
+
+def _framing(api: common_pb2.Api.ValueType) -> sse.Framing:
+    if api == common_pb2.API_RESPONSES:
+        return sse.ResponseFraming()
+    return sse.ChoiceFraming()
 
 
 async def _start_stream(send: Send, headers: Mapping[str, str]) -> None:

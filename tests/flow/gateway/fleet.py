@@ -62,6 +62,9 @@ class Fleet:
     decode: EngineClient
     session: aiohttp.ClientSession
     host: str
+    kvmeta: kvmeta_app.Kvmeta
+    workers: list[worker_app.Worker]
+    """The sidecars, prefill first."""
 
     @property
     def url(self) -> str:
@@ -107,6 +110,8 @@ async def fleet(
     sim: Mapping[str, Any] | None = None,
     decode: Mapping[str, Any] | None = None,
     host: str = "127.0.0.1",
+    kvmeta: Mapping[str, Any] | None = None,
+    worker: Mapping[str, Any] | None = None,
     **router: Any,
 ) -> AsyncIterator[Fleet]:
     """One prefill and one decode worker, all ports free ones.
@@ -116,25 +121,26 @@ async def fleet(
         sim: settings of both engines.
         decode: further settings of the decode engine.
         host: where all of kvloop's servers listen; an IPv6 one in brackets.
+        kvmeta: further settings of kvmeta.
+        worker: further settings of both sidecars.
         router: settings of the router.
     """
     async with AsyncExitStack() as stack:
-        kvmeta = await stack.enter_async_context(
-            kvmeta_app.build(
-                KvmetaSettings(
-                    listen=f"{host}:0", database_url=f"sqlite:///{tmp_path / 'ledger.db'}"
-                )
-            )
-        )
-        address = f"{host}:{kvmeta.port}"
-        engines = []
+        values: dict[str, Any] = {
+            "listen": f"{host}:0",
+            "database_url": f"sqlite:///{tmp_path / 'ledger.db'}",
+            **(kvmeta or {}),
+        }
+        ledger = await stack.enter_async_context(kvmeta_app.build(KvmetaSettings(**values)))
+        address = f"{host}:{ledger.port}"
+        engines, workers = [], []
         for role, more in (("prefill", {}), ("decode", decode or {})):
             socket = tmp_path / f"{role}.sock"
             client = await stack.enter_async_context(
                 engine(role=role, events_socket=str(socket), **{**(sim or {}), **more})
             )
             engines.append(client)
-            values: dict[str, Any] = {
+            values = {
                 "role": role,
                 "worker_id": f"{role}-0",
                 "listen": f"{host}:0",
@@ -143,8 +149,13 @@ async def fleet(
                 "events_socket": socket,
                 "engine_poll_seconds": 60,
                 "grace_seconds": 0.1,
+                # Simulated engines take no time, so there is nothing to compare.
+                "pull_guard": False,
+                **(worker or {}),
             }
-            await stack.enter_async_context(worker_app.build(WorkerSettings(**values)))
+            workers.append(
+                await stack.enter_async_context(worker_app.build(WorkerSettings(**values)))
+            )
         settings: dict[str, Any] = {
             "listen": f"{host}:0",
             "gateway_listen": f"{host}:0",
@@ -158,4 +169,4 @@ async def fleet(
         built = await stack.enter_async_context(router_app.build(RouterSettings(**settings)))
         await poll(lambda: [m for m in built.pool.models() if m.prefill and m.decode])
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Fleet(built, engines[0], engines[1], session, host)
+        yield Fleet(built, engines[0], engines[1], session, host, ledger, workers)

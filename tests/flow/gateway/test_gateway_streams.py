@@ -38,10 +38,11 @@ class Line:
     session: aiohttp.ClientSession
     url: str
     router: router_app.Router
+    path: str = CHAT
 
     def answers(self, answer: Answer) -> None:
         """What the engine answers from now on."""
-        self.worker.vllm.answers[CHAT] = answer
+        self.worker.vllm.answers[self.path] = answer
 
     def streams(self, *steps: bytes | asyncio.Event | object) -> None:
         """What the engine streams from now on, as packets."""
@@ -50,7 +51,7 @@ class Line:
     @asynccontextmanager
     async def open(self, body: bytes = BODY) -> AsyncIterator[aiohttp.ClientResponse]:
         """A request whose reply has begun."""
-        async with self.session.post(self.url + CHAT, data=body) as reply:
+        async with self.session.post(self.url + self.path, data=body) as reply:
             yield reply
 
     async def ask(self, body: bytes = BODY) -> HttpReply:

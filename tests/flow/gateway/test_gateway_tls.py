@@ -13,7 +13,7 @@ import trustme
 
 from kvloop import AsyncClient
 from kvloop.errors import KvloopError
-from kvloop.rpc import ClientTls
+from kvloop.tls import ClientTls
 from tests.flow.router.memory_ledger import MODEL
 from tests.flow.router.stack import Stack, running
 

@@ -162,7 +162,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         )
         self.handover: bytes | None = None
         self.chunks = [b'{"choices":[{"delta":{"content":"a"}}]}', b'{"choices":[]}']
+        self.batches = False
         self.num_tokens: int | Exception = 10
+        self.estimates: list[worker_pb2.EstimatePullRequest] = []
+        self.estimate_steps: list[Step] = []
+        self.estimate = worker_pb2.EstimatePullResponse(reason="not measured yet")
 
     @property
     def worker_id(self) -> str:
@@ -194,7 +198,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.decode_timeouts.append(context.time_remaining())
         await self._step(self.decode_steps, "decode")
         try:
-            for position, chunk in enumerate(self.chunks):
+            if self.batches and request.accept_batches:
+                batch = worker_pb2.ChunkBatch(chunks_json=self.chunks)
+                yield worker_pb2.DecodeResponse(batch=batch)
+            for position, chunk in enumerate([] if self.batches else self.chunks):
                 if position:
                     await self._step(self.mid_answer_steps, "decode")
                 yield worker_pb2.DecodeResponse(chunk_json=chunk)
@@ -220,6 +227,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.CountTokensResponse(
             num_tokens=self.num_tokens, max_model_len=MAX_MODEL_LEN
         )
+
+    async def EstimatePull(self, request, context):
+        self.estimates.append(request)
+        await self._step(self.estimate_steps, "estimate")
+        return self.estimate
 
     async def _step(self, steps: list[Step], leg: str) -> None:
         if not steps:

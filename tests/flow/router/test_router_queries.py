@@ -10,9 +10,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvloop import rpc
 from kvloop.common.v1 import common_pb2
+from kvloop.durations import to_duration, to_seconds
 from kvloop.errors import ModelNotFoundError
 from kvloop.kvmeta.v1 import ledger_pb2
 from kvloop.router.v1 import router_pb2
+from kvloop.worker.v1 import worker_pb2
 from tests.flow.router.fakes import eventually, make_worker, waits
 from tests.flow.router.stack import DECODE, PREFILL, Stack, running
 
@@ -52,8 +54,50 @@ async def test_explanation_names_every_candidate_best_first_and_changes_nothing(
         assert explained.retained_tokens == 100
         assert explained.remaining_ttl.ToSeconds() == 60
         assert stack.ledger.taken == []
-        assert stack.worker_calls == calls
+        assert stack.worker_calls == calls  # asking for an estimate apart
         assert (await stack.chat("c")).receipt.handle_hit
+
+
+async def test_explanation_tells_what_a_pull_would_take() -> None:
+    async with running() as stack:
+        stack.give_handle("c", "d0")
+        stack["p0"].estimate = worker_pb2.EstimatePullResponse(
+            pull=to_duration(4.0),
+            recompute=to_duration(0.25),
+            pull_tokens=0,
+            reason="computing is faster than pulling",
+        )
+        explained = await explain(stack)
+        (asked,) = stack["p0"].estimates
+        assert (asked.engine, asked.num_tokens) == (stack["d0"].worker.engine, 100)
+        assert to_seconds(explained.expected_pull) == 4.0
+        assert to_seconds(explained.expected_recompute) == 0.25
+        assert explained.pull_tokens == 0
+        assert explained.pull_reason == "computing is faster than pulling"
+
+
+async def test_explanation_leaves_out_what_is_not_measured() -> None:
+    async with running() as stack:
+        stack.give_handle("c", "d0")
+        explained = await explain(stack)
+        assert not explained.HasField("expected_pull")
+        assert not explained.HasField("expected_recompute")
+        assert explained.pull_reason == "not measured yet"
+
+
+async def test_explanation_does_not_wait_for_a_prefill_worker_that_hangs() -> None:
+    async with running(settings={"estimate_timeout_seconds": 0.05}) as stack:
+        stack.give_handle("c", "d0")
+        stack["p0"].estimate_steps = [waits(asyncio.Event())]
+        explained = await explain(stack)
+        assert explained.handle_available
+        assert explained.pull_reason == "p0 did not say what it measured"
+
+
+async def test_without_a_handle_nobody_is_asked_for_an_estimate() -> None:
+    async with running() as stack:
+        await explain(stack)
+        assert stack["p0"].estimates == []
 
 
 async def test_explanation_shows_load() -> None:

@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvloop.common.v1 import common_pb2
+from kvloop.durations import to_duration, to_seconds
 from kvloop.kvmeta.v1 import ledger_pb2
 from kvloop.router.v1 import router_pb2
 from tests.flow.router.fakes import eventually, waits
@@ -149,6 +150,7 @@ async def test_the_ledgers_reason_reaches_the_receipt(state) -> None:
         "ENGINE_EXPIRED",
         "PULL_FAILED",
         "UNPROVABLE",
+        "SLOWER_THAN_RECOMPUTE",
     ],
 )
 async def test_the_prefill_engines_reason_reaches_the_receipt(reason) -> None:
@@ -163,6 +165,37 @@ async def test_the_prefill_engines_reason_reaches_the_receipt(reason) -> None:
         assert answer.miss == reason
         assert answer.receipt.handle_hit
         assert stack.count("misses_total", reason=reason.lower()) == 1
+
+
+async def test_the_receipt_tells_what_a_pull_took_and_was_expected_to_take() -> None:
+    async with running() as stack:
+        stack.give_handle("c", "d0")
+        stack["p0"].pull_report = common_pb2.PrefillReport(
+            prompt_tokens=10,
+            pulled_tokens=10,
+            pull_duration=to_duration(0.5),
+            expected_pull=to_duration(0.25),
+            expected_recompute=to_duration(2.0),
+        )
+        prefill = (await stack.chat("c")).receipt.prefill
+        assert to_seconds(prefill.pull_duration) == 0.5
+        assert to_seconds(prefill.expected_pull) == 0.25
+        assert to_seconds(prefill.expected_recompute) == 2.0
+
+
+async def test_the_handles_engine_and_its_moved_deadline_reach_the_prefill_worker() -> None:
+    async with running() as stack:
+        stack.give_handle("c", "d0")
+        handle = stack.ledger.row("c").handle
+        assert handle is not None
+        handle.deadline_extension.CopyFrom(to_duration(40.5))
+        await stack.chat("c")
+        await stack.chat("other")
+        with_handle, without = stack["p0"].prefills
+        assert with_handle.engine == stack["d0"].worker.engine
+        assert to_seconds(with_handle.deadline_extension) == 40.5
+        assert not without.HasField("engine")
+        assert not without.HasField("deadline_extension")
 
 
 async def test_two_turns_at_once_never_share_a_handle() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,118 +11,12 @@ import pytest
 from kvloop import rpc
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import InternalError, InvalidFieldError, ModelNotFoundError, UnavailableError
-from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
-from services.worker import app as worker_app
-from services.worker.settings import WorkerSettings
-from tests.flow.sim.engines import EngineClient, engine, poll, prompt
+from kvloop.worker.v1 import worker_pb2
+from tests.flow.sim.engines import EngineClient, poll, prompt
 from tests.flow.sim.jump_clock import JumpClock
-from tests.flow.sim.ledgers import RememberingLedger, RememberingRegistry
+from tests.flow.sim.pairs import Pair, api_of, open_pair, open_sidecar
 
 _COMMITTED = worker_pb2.COMMIT_OUTCOME_COMMITTED
-_NOT_PINNED = worker_pb2.COMMIT_OUTCOME_NOT_PINNED
-
-
-@dataclass
-class Sidecar:
-    """One sidecar and its engine."""
-
-    engine: EngineClient
-    stub: worker_pb2_grpc.WorkerServiceAsyncStub
-    ledger: RememberingLedger
-    registry: RememberingRegistry
-
-
-@dataclass
-class Pair:
-    """A prefill and a decode worker, used as a router does."""
-
-    prefill: Sidecar
-    decode: Sidecar
-    turns: int = 0
-
-    async def turn(
-        self, body: dict[str, Any], handle: bytes = b"", *, conversation: str | None = "c"
-    ) -> tuple[common_pb2.PrefillReport, list[dict[str, Any]], worker_pb2.DecodeSummary]:
-        """Both legs."""
-        self.turns += 1
-        api, body_json = _api(body), json.dumps(body).encode()
-        handed = await self.prefill.stub.Prefill(
-            worker_pb2.PrefillRequest(
-                turn_id=f"turn-{self.turns}",
-                api=api,
-                body_json=body_json,
-                transfer_params_json=handle,
-            )
-        )
-        chunks, summary = await self.decode_leg(
-            body, handed.transfer_params_json, conversation=conversation
-        )
-        return handed.report, chunks, summary
-
-    async def decode_leg(
-        self, body: dict[str, Any], params: bytes = b"", *, conversation: str | None = "c"
-    ) -> tuple[list[dict[str, Any]], worker_pb2.DecodeSummary]:
-        """The decode leg alone."""
-        request = worker_pb2.DecodeRequest(
-            turn_id=f"turn-{self.turns}",
-            api=_api(body),
-            body_json=json.dumps(body).encode(),
-            transfer_params_json=params,
-        )
-        if conversation is not None:
-            key = common_pb2.ConversationKey(
-                tenant="default", model="sim-model", conversation_id=conversation
-            )
-            request.commit.CopyFrom(worker_pb2.TurnRef(key=key, turn=self.turns))
-        events = [event async for event in self.decode.stub.Decode(request)]
-        *chunks, last = events
-        assert last.WhichOneof("event") == "summary"
-        return [json.loads(event.chunk_json) for event in chunks], last.summary
-
-    @property
-    def handle(self) -> bytes:
-        """Params of the newest commit."""
-        return self.decode.ledger.commits[-1].params
-
-
-def _api(body: dict[str, Any]) -> common_pb2.Api.ValueType:
-    if "messages" in body:
-        return common_pb2.API_CHAT_COMPLETIONS
-    return common_pb2.API_COMPLETIONS
-
-
-@asynccontextmanager
-async def _sidecar(tmp_path: Path, role: str, **sim: Any) -> AsyncIterator[Sidecar]:
-    socket = tmp_path / f"{role}.sock"
-    ledger, registry = RememberingLedger(), RememberingRegistry()
-    async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(
-            engine(role=role, events_socket=str(socket), **sim)
-        )
-        values: dict[str, Any] = {
-            "role": role,
-            "worker_id": role,
-            "listen": "127.0.0.1:0",
-            "engine_url": client.url,
-            "events_socket": socket,
-            "engine_poll_seconds": 60,
-        }
-        settings = WorkerSettings(**values)
-        worker = await stack.enter_async_context(
-            worker_app.build(settings, ledger=ledger, registry=registry)
-        )
-        channel = await stack.enter_async_context(rpc.open_channel(f"127.0.0.1:{worker.port}"))
-        stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
-        yield Sidecar(client, stub, ledger, registry)
-
-
-@asynccontextmanager
-async def _pair(tmp_path: Path, **decode: Any) -> AsyncIterator[Pair]:
-    async with (
-        _sidecar(tmp_path, "prefill") as first,
-        _sidecar(tmp_path, "decode", **decode) as second,
-    ):
-        yield Pair(first, second)
 
 
 def _text(chunks: list[dict[str, Any]]) -> str:
@@ -134,7 +25,7 @@ def _text(chunks: list[dict[str, Any]]) -> str:
 
 
 async def test_workers_register_with_what_the_engines_say(tmp_path: Path) -> None:
-    async with _pair(tmp_path, block_size=32, decoder_kv_blocks_ttl_seconds=60) as pair:
+    async with open_pair(tmp_path, block_size=32, decoder_kv_blocks_ttl_seconds=60) as pair:
         await poll(lambda: pair.prefill.registry.workers and pair.decode.registry.workers)
         (worker,) = pair.decode.registry.workers
         state = await pair.decode.engine.state()
@@ -157,7 +48,7 @@ async def test_a_streamed_chat_pulls_its_second_turn_and_answers_right(
         "max_tokens": 120,
         "stream": True,
     }
-    async with _pair(tmp_path) as pair:
+    async with open_pair(tmp_path) as pair:
         report, chunks, summary = await pair.turn(body)
         assert (report.pulled_tokens, report.miss_reason) == (0, 0)
         assert summary.commit_outcome == _COMMITTED
@@ -182,7 +73,7 @@ async def test_token_prompts_work_on_old_and_new_versions(
     tmp_path: Path, referee: EngineClient, version: str
 ) -> None:
     body = {"prompt": prompt(300), "max_tokens": 100, "stream": True, "return_token_ids": True}
-    async with _pair(tmp_path, vllm_version=version) as pair:
+    async with open_pair(tmp_path, vllm_version=version) as pair:
         _, chunks, _ = await pair.turn(body)
         answer = [
             token
@@ -192,32 +83,32 @@ async def test_token_prompts_work_on_old_and_new_versions(
         ]
         body["prompt"] = [*prompt(300), *answer[:40], 7, 8, 9]  # the end was edited away
         report, chunks, _ = await pair.turn(body, pair.handle)
-        assert report.proven_tokens == 336
+        assert report.proven_tokens == 320
         right = await referee.complete(body["prompt"], max_tokens=100)
         assert _text(chunks) == right.choice["text"]
 
 
 async def test_a_turn_outside_of_any_conversation_leaves_nothing_behind(tmp_path: Path) -> None:
-    async with _pair(tmp_path) as pair:
+    async with open_pair(tmp_path) as pair:
         _, _, summary = await pair.turn({"prompt": "hi", "max_tokens": 5}, conversation=None)
         assert summary.commit_outcome == worker_pb2.COMMIT_OUTCOME_NOT_REQUESTED
         await pair.decode.engine.until(lambda state: state["pins"] == [])
         assert pair.decode.ledger.commits == []
 
 
-async def test_a_stop_string_ends_the_turn_without_a_handle(tmp_path: Path) -> None:
-    """vLLM aborts the request in its core then, and keeps nothing."""
-    async with _pair(tmp_path) as pair:
+async def test_a_turn_that_ends_at_a_stop_string_is_retained(tmp_path: Path) -> None:
+    """vLLM aborts the request in its core then; the connector retains it all the same."""
+    async with open_pair(tmp_path) as pair:
         free, _ = await pair.decode_leg({"prompt": "hello", "max_tokens": 30}, conversation=None)
         word = _text(free).split()[9]
         body = {"prompt": "hello", "max_tokens": 30, "stop": [word]}
         _, chunks, summary = await pair.turn(body)
-    assert summary.commit_outcome == _NOT_PINNED
+    assert summary.commit_outcome == _COMMITTED
     assert chunks[-2]["choices"][0]["stop_reason"] == word
 
 
 async def test_released_blocks_are_freed_at_once(tmp_path: Path) -> None:
-    async with _pair(tmp_path) as pair:
+    async with open_pair(tmp_path) as pair:
         await pair.turn({"prompt": "hello", "max_tokens": 30})
         (commit,) = pair.decode.ledger.commits
         ref = common_pb2.EngineRef(engine_id=commit.engine.engine_id, epoch=commit.engine.epoch)
@@ -229,10 +120,10 @@ async def test_released_blocks_are_freed_at_once(tmp_path: Path) -> None:
 
 
 async def test_a_cancelled_decode_leg_stops_the_engine_and_keeps_nothing(tmp_path: Path) -> None:
-    async with _pair(tmp_path, preset="tiny-cpu") as pair:
+    async with open_pair(tmp_path, preset="tiny-cpu") as pair:
         body = {"prompt": "hello", "max_tokens": 5000, "ignore_eos": True}
         request = worker_pb2.DecodeRequest(
-            turn_id="turn-1", api=_api(body), body_json=json.dumps(body).encode()
+            turn_id="turn-1", api=api_of(body), body_json=json.dumps(body).encode()
         )
         request.commit.key.tenant = request.commit.key.model = "default"
         request.commit.key.conversation_id = "c"
@@ -258,7 +149,7 @@ async def test_engine_errors_are_typed_by_the_sidecar(
     tmp_path: Path, changes: dict[str, Any], error: type[Exception]
 ) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]} | changes
-    async with _pair(tmp_path) as pair:
+    async with open_pair(tmp_path) as pair:
         with pytest.raises(error), rpc.typed_errors():
             await pair.turn(body)
 
@@ -269,7 +160,7 @@ async def test_a_stream_that_dies_is_lost_and_leaves_no_pin(tmp_path: Path) -> N
         "max_tokens": 30,
         "vllm_xargs": {"sim_fault": "die;after_tokens=3;leg=decode"},
     }
-    async with _pair(tmp_path) as pair:
+    async with open_pair(tmp_path) as pair:
         with pytest.raises(UnavailableError) as caught, rpc.typed_errors():
             await pair.turn(body)
         assert caught.value.reason == "ENGINE_LOST"
@@ -281,8 +172,8 @@ async def test_prefill_repeats_without_the_handle_when_the_pull_fails_the_reques
     tmp_path: Path,
 ) -> None:
     async with (
-        _sidecar(tmp_path, "prefill", kv_load_failure_policy="fail") as first,
-        _sidecar(tmp_path, "decode") as second,
+        open_sidecar(tmp_path, "prefill", kv_load_failure_policy="fail") as first,
+        open_sidecar(tmp_path, "decode") as second,
     ):
         pair = Pair(first, second)
         body = {"prompt": prompt(200), "max_tokens": 100}
@@ -295,7 +186,7 @@ async def test_prefill_repeats_without_the_handle_when_the_pull_fails_the_reques
 
 
 async def test_without_an_event_the_turn_is_not_committed(tmp_path: Path) -> None:
-    async with _pair(tmp_path) as pair:
+    async with open_pair(tmp_path) as pair:
         await pair.decode.engine.post("/sim/faults", {"kind": "no_event", "count": 1})
         _, _, summary = await pair.turn({"prompt": "hello", "max_tokens": 5})
         assert summary.commit_outcome == worker_pb2.COMMIT_OUTCOME_NO_EVENT
@@ -305,7 +196,7 @@ async def test_without_an_event_the_turn_is_not_committed(tmp_path: Path) -> Non
 
 async def test_an_event_that_comes_too_late_releases_the_turn(tmp_path: Path) -> None:
     clock = JumpClock()
-    async with _pair(tmp_path, clock=clock) as pair:
+    async with open_pair(tmp_path, clock=clock) as pair:
         await pair.decode.engine.post(
             "/sim/faults", {"kind": "delay_event", "seconds": 60, "count": 1}
         )
@@ -317,7 +208,7 @@ async def test_an_event_that_comes_too_late_releases_the_turn(tmp_path: Path) ->
 
 
 async def test_a_restarted_engine_registers_under_its_new_identity(tmp_path: Path) -> None:
-    async with _pair(tmp_path) as pair:
+    async with open_pair(tmp_path) as pair:
         workers = pair.decode.registry.workers
         await poll(lambda: workers)
         await pair.decode.engine.post("/sim/engine", {"action": "restart"})

@@ -29,6 +29,7 @@ from tests.flow.worker.stack import (
     collect,
     decode_request,
     next_chunk,
+    next_event,
     prefill_reply,
     prefill_request,
     sidecar,
@@ -93,6 +94,34 @@ async def test_decode_commits_before_the_chunk_that_ends_the_answer(tmp_path: Pa
     assert (commit.key, commit.turn, commit.request_id) == (KEY, 3, "turn-1")
     assert (commit.worker_id, commit.engine) == ("decode-0", ENGINE_REF)
     assert b'"remote_port": 1}' in request.raw
+
+
+async def test_events_that_arrive_together_are_one_batch_to_who_accepts_it(
+    tmp_path: Path,
+) -> None:
+    async with sidecar(tmp_path) as stack:
+        for accept, kinds in (
+            (True, ["batch", "batch", "summary"]),
+            (False, ["chunk_json"] * 4 + ["summary"]),
+        ):
+            stack.vllm.answers[CHAT] = Answer(steps=[b"".join(sse(FIRST, FIRST, LAST, USAGE))])
+            request = decode_request(turn_id=f"turn-{accept}", accept_batches=accept)
+            call = stack.stub.Decode(request)
+            await stack.connector.finish(f"turn-{accept}")
+            events = []
+            while (event := await next_event(call)) is not None:
+                events.append(event)
+            assert [event.WhichOneof("event") for event in events] == kinds
+
+
+async def test_a_prompt_is_not_read_where_its_place_is_told(tmp_path: Path) -> None:
+    body = b'{"model":"tiny","messages":[1, 2],"temperature":1.50}'
+    place = worker_pb2.Span(start=body.index(b"["), end=body.index(b"]") + 1)
+    async with sidecar(tmp_path, "prefill") as stack:
+        stack.vllm.answers[CHAT] = prefill_reply({})
+        await stack.stub.Prefill(prefill_request(body_json=body, prompt=place))
+        (request,) = stack.vllm.requests(CHAT)
+    assert b'"messages":[1, 2],"temperature":1.50' in request.raw
 
 
 async def test_an_event_that_comes_before_the_last_chunk_is_used(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from bench.gpu.bare import BareTurns
+from bench.gpu.bare import BareTurns, DecodeAlone
+from bench.gpu.split import SplitTurns
 from kvloop.bench.turns import TurnRequest
 from tests.flow.sim.engines import MODEL, EngineClient, engine, prompt
 
@@ -64,3 +65,42 @@ async def test_a_conversation_that_ends_early_gives_its_handle_up() -> None:
         async with asyncio.timeout(10):
             await _no_pins(decode)
         await turns.end("a")
+
+
+async def test_on_kvloops_own_engines_the_bare_protocol_pulls_too() -> None:
+    async with _bare() as (turns, prefill, _):
+        first = prompt(300)
+        opening = await turns.run(TurnRequest("a", first, 128, reuse=True, last=False))
+        history = [*first, *opening.token_ids, *prompt(20, seed=1)]
+        await turns.run(TurnRequest("a", history, 16, reuse=True, last=True))
+        cached, held = 300 // 16 * 16, 300 + 128 - 1
+        pulled = await prefill.metric("vllm:external_prefix_cache_hits_total")
+        assert pulled == held - cached
+
+
+async def test_a_split_turn_finds_all_but_its_tail_computed() -> None:
+    async with (
+        engine(role="prefill") as prefill,
+        engine(role="decode") as decode,
+        aiohttp.ClientSession() as session,
+    ):
+        bare = BareTurns(session, prefill.url, decode.url, MODEL, time.perf_counter)
+        turns = SplitTurns(bare, session, prefill.url, MODEL, tail_tokens=40)
+        asked = prompt(300)
+        split = await turns.run(TurnRequest("a", asked, 16, reuse=False, last=True))
+        whole = await bare.run(TurnRequest("b", asked, 16, reuse=False, last=True))
+        assert split.token_ids == whole.token_ids
+        assert await prefill.metric("vllm:prefix_cache_hits_total") == 260 // 16 * 16
+
+
+async def test_decode_alone_answers_without_prefill() -> None:
+    async with (
+        engine(role="prefill") as prefill,
+        engine(role="decode") as decode,
+        aiohttp.ClientSession() as session,
+    ):
+        turns = DecodeAlone(session, prefill.url, decode.url, MODEL, time.perf_counter)
+        answer = await turns.run(TurnRequest("a", prompt(300), 16, reuse=False, last=True))
+        assert len(answer.token_ids) == 16
+        assert answer.prefill_leg_seconds == 0
+        await _no_pins(decode)

@@ -60,3 +60,22 @@ def test_turn_outside_a_conversation_retains_nothing_and_says_nothing_of_it() ->
 def test_kv_that_could_not_be_retained_is_told() -> None:
     receipt = replace(PULLED, retain_outcome="LEDGER_UNAVAILABLE")
     assert receipt_line(receipt).endswith("| nothing retained: ledger unavailable")
+
+
+def test_a_pull_says_how_long_it_took() -> None:
+    line = receipt_line(replace(PULLED, pull_seconds=0.0223))
+    assert line.startswith("turn 2: pulled 1,024 of 1,180 tokens from decode-0 in 22 ms, recomp")
+
+
+def test_a_pull_that_was_held_back_says_what_it_would_have_taken() -> None:
+    receipt = replace(
+        PULLED,
+        miss_reason="SLOWER_THAN_RECOMPUTE",
+        pulled_tokens=0,
+        recomputed_tokens=1180,
+        expected_pull_seconds=4.0,
+        expected_recompute_seconds=0.28,
+    )
+    assert receipt_line(receipt).startswith(
+        "turn 2: recomputed 1,180 of 1,180 tokens (a pull would take 4,000 ms, computing 280)"
+    )

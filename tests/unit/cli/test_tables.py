@@ -62,7 +62,23 @@ def test_workers_show_what_they_retain(kvmeta: FakeKvmeta, kvloop: Run, capsys) 
     _, decode, prefill = (line.split("\t") for line in capsys.readouterr().out.splitlines())
     assert decode[:3] == ["decode-0", "decode", "active"]
     assert decode[-1] == "2 conversations, 25 blocks (25%)"
-    assert prefill[-1] == "-"
+    assert prefill[-2:] == ["-", "-"]
+
+
+def test_workers_say_for_how_long_they_keep_what_they_retain(
+    kvmeta: FakeKvmeta, kvloop: Run, capsys
+) -> None:
+    renews, fixed = (_worker(name, common_pb2.WORKER_ROLE_DECODE) for name in ("d-0", "d-1"))
+    renews.worker.traits.lease_renewal = True
+    renews.worker.traits.pin_lease.seconds = 60
+    fixed.worker.traits.vllm_version = "0.21.0"
+    for entry in (renews, fixed):
+        entry.worker.traits.decoder_kv_blocks_ttl.seconds = 480
+    kvmeta.workers = [renews, fixed]
+    assert kvloop("workers") == 0
+    _, *lines = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+    leases = [line[-2] for line in lines]
+    assert leases == ["60 s, renewed", "480 s fixed: vLLM 0.21.0 has no renewal"]
 
 
 def test_json_has_every_field(kvmeta: FakeKvmeta, kvloop: Run, capsys) -> None:

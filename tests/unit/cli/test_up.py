@@ -27,7 +27,7 @@ from kvloop.stack import EntryPoints, StackSettings, WorkerSettings
 fake, *args = sys.argv[1:]
 points = EntryPoints(*((sys.executable, fake, name) for name in ("kvmeta", "router", "worker")))
 workers = (WorkerSettings(role="prefill", args=tuple(args)), WorkerSettings(role="decode"))
-settings = StackSettings(model="/models/tiny", workers=workers)
+settings = StackSettings(model="/models/tiny", workers=workers, tls="--fake-tls" in args)
 try:
     sys.exit(asyncio.run(run_stack(settings, points, Console())))
 except KvloopError as error:
@@ -73,6 +73,23 @@ def test_one_ctrl_c_stops_everything_and_leaves_nothing_behind(tmp_path: Path) -
     up.process.send_signal(signal.SIGINT)
     assert up.finish() == 0
     assert [line.split(":")[0] for line in up.lines if "stopped" in line][-1] == "kvmeta"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_with_tls_it_says_how_to_be_called(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--fake-tls")
+    up.read_until("Ctrl-C stops everything")
+    lines = [line.strip() for line in up.lines]
+    exports = dict(line.split("=") for line in lines if line.startswith("export KVLOOP_TLS_"))
+    assert [Path(path).name for path in exports.values()] == [
+        "ca.pem",
+        "operator.pem",
+        "operator.key",
+    ]
+    assert all(Path(path).exists() for path in exports.values())
+    assert any(line.split()[-1].startswith("https://") for line in lines if "OpenAI" in line)
+    up.process.send_signal(signal.SIGINT)
+    assert up.finish() == 0
     assert list(tmp_path.iterdir()) == []
 
 

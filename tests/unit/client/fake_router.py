@@ -20,6 +20,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
 
     Attributes:
         chunks: JSON of each chunk to send.
+        together: chunks in one event at most.
         result: last event; None leaves it out.
         error: raised after the chunks.
         hang: never end after the chunks.
@@ -29,6 +30,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
 
     def __init__(self) -> None:
         self.chunks: list[dict[str, Any]] = []
+        self.together = 1
         self.result: router_pb2.TurnResult | None = router_pb2.TurnResult()
         self.error: Exception | None = None
         self.hang = False
@@ -46,8 +48,13 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
 
     async def _turn(self, request, response: Any):
         self.requests.append(request)
-        for chunk in self.chunks:
-            yield response(chunk=router_pb2.Chunk(json=json.dumps(chunk).encode()))
+        encoded = [json.dumps(chunk).encode() for chunk in self.chunks]
+        for start in range(0, len(encoded), self.together):
+            batch = encoded[start : start + self.together]
+            if len(batch) > 1:
+                yield response(batch=router_pb2.ChunkBatch(chunks_json=batch))
+            else:
+                yield response(chunk=router_pb2.Chunk(json=batch[0]))
         if self.hang:
             try:
                 await asyncio.Event().wait()

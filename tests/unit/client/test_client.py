@@ -47,6 +47,24 @@ async def test_chunks_come_as_the_engine_wrote_them_and_the_receipt_at_the_end(
     assert receipt.retained_ttl_seconds == 470
 
 
+async def test_chunks_of_a_batch_come_one_by_one(client: Any, router: FakeRouter) -> None:
+    router.chunks = [chat_chunk(text) for text in ("a", "b", "c", "d", "e")]
+    router.together = 3
+    answer = client.chat(HELLO, model="m")
+    assert [chunk.text async for chunk in answer] == ["a", "b", "c", "d", "e"]
+    assert (await answer.collect()).text == "abcde"
+    assert router.requests[0].accept_batches
+
+
+async def test_a_closed_answer_gives_no_more_chunks(client: Any, router: FakeRouter) -> None:
+    router.chunks = [chat_chunk(text) for text in ("a", "b", "c")]
+    router.together = 3
+    answer = client.chat(HELLO, model="m")
+    assert (await anext(aiter(answer))).text == "a"
+    answer.close()
+    assert [chunk async for chunk in answer] == []
+
+
 async def test_miss_reason_is_a_plain_name(client: Any, router: FakeRouter) -> None:
     router.result = turn_result(miss="EXPIRED")
     done = await client.chat(HELLO, model="m").collect()
@@ -140,6 +158,7 @@ async def test_request_carries_everything_that_was_given(client: Any, router: Fa
         extra_body_json=b'{"logprobs":true}',
         client_request_id="mine",
         disable_reuse=True,
+        accept_batches=True,
     )
 
 

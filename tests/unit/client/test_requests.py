@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -143,6 +144,19 @@ def test_wrong_sampling_parameter_names_the_field(sampling: Any, field: str) -> 
 def test_wrong_token_id_names_the_field() -> None:
     with pytest.raises(InvalidFieldError) as caught:
         _generate([1, -2], {})
+    assert caught.value.field == "token_ids.ids"
+
+
+def test_many_token_ids_travel_as_json() -> None:
+    request = _generate(list(range(5000)), {})
+    assert json.loads(request.token_ids_json) == list(range(5000))
+    assert _generate(list(range(100)), {}).WhichOneof("prompt") == "token_ids"
+
+
+@pytest.mark.parametrize("wrong", [-2, 1.5, "a", None, [1]])
+def test_a_wrong_one_among_many_token_ids_names_the_field(wrong: Any) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        _generate([*range(5000), wrong], {})
     assert caught.value.field == "token_ids.ids"
 
 

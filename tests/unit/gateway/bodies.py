@@ -9,6 +9,12 @@ from typing import Any
 from kvloop.common.v1 import common_pb2
 from services.router.openai_fields import known_members
 
+_PROMPTS = {
+    common_pb2.API_CHAT_COMPLETIONS: "messages",
+    common_pb2.API_COMPLETIONS: "prompt",
+    common_pb2.API_RESPONSES: "input",
+}
+APIS = tuple(_PROMPTS)
 OWN = ("conversation_id", "disable_reuse", "request_id")
 """Members that are for kvloop alone."""
 
@@ -33,13 +39,17 @@ def value(rng: random.Random, depth: int = 3) -> Any:
 
 def body(rng: random.Random) -> tuple[common_pb2.Api.ValueType, bytes]:
     """A request body that is right, nearly right, or nothing of the kind."""
-    api = rng.choice((common_pb2.API_CHAT_COMPLETIONS, common_pb2.API_COMPLETIONS))
+    api = rng.choice(APIS)
     members: dict[str, Any] = {"model": "m"}
     if api == common_pb2.API_CHAT_COMPLETIONS:
         members["messages"] = [_message(rng) for _ in range(rng.randrange(1, 4))]
+    elif api == common_pb2.API_COMPLETIONS:
+        prompts = ("hello", [1, 2, 3], ["a", "b"], [[1], [2]], "long" * 300, [[7] * 300])
+        members["prompt"] = rng.choice(prompts)
     else:
-        members["prompt"] = rng.choice(("hello", [1, 2, 3], ["a", "b"], [[1], [2]]))
-    names = [*known_members(api), *OWN, "kv_transfer_params", "vendor", "model", "messages"]
+        items = [_item(rng) for _ in range(rng.randrange(4))]
+        members["input"] = rng.choice(("hello", items, items))
+    names = [*known_members(api), *OWN, "kv_transfer_params", "vendor", "model", _PROMPTS[api]]
     for name in rng.sample(names, rng.choice((0, 0, 1, 1, 2, 3))):
         members[name] = value(rng)
     data = json.dumps(members, ensure_ascii=rng.random() < 0.8).encode(errors="surrogatepass")
@@ -66,6 +76,25 @@ def chunk(rng: random.Random) -> bytes:
     members = {name: value(rng) for name in rng.sample(names, rng.randrange(4))}
     text = json.dumps(members, ensure_ascii=rng.random() < 0.5, separators=(",", ":"))
     return text.encode(errors="replace")
+
+
+def event(rng: random.Random) -> bytes:
+    """An event of a response's stream, as engines write it."""
+    members = {
+        name: value(rng) for name in rng.sample(("delta", "response", "x"), rng.randrange(4))
+    }
+    members["type"] = rng.choice(("response.created", "response.completed", "error", "你", "a\nb"))
+    return json.dumps(members, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def _item(rng: random.Random) -> Any:
+    kinds = ("message", "function_call", "function_call_output", "reasoning", "custom", None)
+    item = _message(rng)
+    if isinstance(item, dict) and (kind := rng.choice(kinds)) is not None:
+        item["type"] = kind
+        for name in rng.sample(("arguments", "call_id", "output", "input"), rng.randrange(3)):
+            item[name] = value(rng)
+    return item
 
 
 def _message(rng: random.Random) -> Any:

@@ -1,7 +1,7 @@
 """Whatever comes in: no 500, no hang, no dropped or changed byte.
 
-A few hundred cases by default. KVLOOP_FUZZ_CASES sets how many there are in all;
-10,000 take less than a minute.
+KVLOOP_FUZZ_CASES sets how many cases there are in all; `make test`, and so CI, runs
+10,000, which take about half a minute. A run of pytest alone makes a few hundred.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import random
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from kvloop.router.v1 import router_pb2
 from services.router.admission import AdmissionLimits, TurnAdmission
 from services.router.deadline import Deadline
 from services.router.gateway import sse
+from services.router.gateway.http import BodyLimits
 from services.router.gateway.requests import ReadingRules
 from services.router.gateway.turns import TurnEndpoint, relay_stream
 from services.router.keys import OpenDoor
@@ -31,6 +32,7 @@ from services.router.metrics import RouterMetrics
 from services.router.reception import Reception
 from services.router.request import TurnRequest
 from services.worker.chunks import read_chunk
+from services.worker.response_events import read_event
 from services.worker.sse import SseParser
 from tests.unit.gateway import bodies
 
@@ -61,9 +63,9 @@ class _Pipeline:
 
     async def run(
         self, request: TurnRequest, deadline: Deadline, turn_id: str | None = None
-    ) -> AsyncGenerator[bytes | router_pb2.TurnResult, None]:
+    ) -> AsyncGenerator[Sequence[bytes] | router_pb2.TurnResult, None]:
         self.asked.append(request)
-        yield CHUNK
+        yield [CHUNK]
         yield router_pb2.TurnResult()
 
 
@@ -83,8 +85,8 @@ class _Gateway:
         )
         rules = ReadingRules(derive_conversations=True, tell_cached_tokens=True)
         self._endpoints = {
-            api: TurnEndpoint(api, reception, rules, max_body_bytes=100_000)
-            for api in (common_pb2.API_CHAT_COMPLETIONS, common_pb2.API_COMPLETIONS)
+            api: TurnEndpoint(api, reception, rules, body_limits=BodyLimits(100_000, 5, 1e6))
+            for api in bodies.APIS
         }
         self._loop = asyncio.new_event_loop()
 
@@ -146,7 +148,8 @@ def test_any_body_is_answered_or_refused(gateway: _Gateway, seed: int) -> None:
         assert json.loads(reply)["error"]["message"]
         assert not gateway.pipeline.asked
         return
-    assert reply in (CHUNK, sse.event(CHUNK) + sse.DONE)
+    end = b"" if api == common_pb2.API_RESPONSES else sse.DONE
+    assert reply in (CHUNK, sse.event(CHUNK) + end)
     (turn,) = gateway.pipeline.asked
     wanted = {k: v for k, v in json.loads(body).items() if k not in bodies.OWN}
     assert json.loads(turn.body_json) == wanted
@@ -177,16 +180,37 @@ def test_D6_every_event_comes_out_as_it_went_in(
     assert b"".join(sse.event(read_chunk(event).json) for event in events) == wanted
 
 
-@cases(0.2)
+@cases(0.1)
+@given(seed=SEEDS, most=st.sampled_from([1, 2, 7, 100]))
+def test_D6_every_event_of_a_response_comes_out_as_it_went_in(seed: int, most: int) -> None:
+    rng = random.Random(seed)
+    framing = sse.ResponseFraming()
+    payloads = [bodies.event(rng) for _ in range(rng.randrange(6))]
+    data = b"".join(map(framing.event, payloads))
+    parser = SseParser()
+    events: list[bytes] = []
+    start = 0
+    while start < len(data):
+        end = start + rng.randrange(1, most + 1)
+        events += parser.feed(data[start:end])
+        start = end
+    assert [read_event(event).json for event in events] == payloads
+    assert b"".join(map(framing.event, events)) == data
+
+
+@cases(0.1)
 @given(seed=SEEDS, fails=st.booleans())
 def test_a_stream_ends_whole_or_with_an_error(gateway: _Gateway, seed: int, fails: bool) -> None:
     rng = random.Random(seed)
     chunks = [rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(4))]
     sent: list[Any] = []
 
-    async def events() -> AsyncGenerator[bytes | router_pb2.TurnResult, None]:
-        for chunk in chunks:
-            yield chunk
+    async def events() -> AsyncGenerator[Sequence[bytes] | router_pb2.TurnResult, None]:
+        rest = list(chunks)
+        while rest:
+            together = rng.randrange(1, len(rest) + 1)
+            yield rest[:together]
+            del rest[:together]
         if fails:
             raise UnavailableError("gone")
         yield router_pb2.TurnResult()
@@ -194,7 +218,7 @@ def test_a_stream_ends_whole_or_with_an_error(gateway: _Gateway, seed: int, fail
     async def send(message: Any) -> None:
         sent.append(message)
 
-    gateway.run(relay_stream(events(), send, {}))
+    gateway.run(relay_stream(events(), send, {}, sse.ChoiceFraming()))
     body = b"".join(message.get("body", b"") for message in sent)
     whole = b"".join(map(sse.event, chunks))
     assert sent[-1]["more_body"] is False

@@ -67,6 +67,8 @@ def worker(worker_id: str = "d1", epoch: str = "epoch-1") -> registry_pb2.Worker
             lease_renewal=True,
             kv_cache_dtype="auto",
             nixl_version="1.5.1",
+            pin_lease=seconds(0),
+            kv_block_bytes=4096,
         ),
     )
 

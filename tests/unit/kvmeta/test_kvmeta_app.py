@@ -13,8 +13,9 @@ import pytest
 
 from kvloop import rpc
 from kvloop.common.v1 import common_pb2
-from kvloop.errors import UnavailableError, UnsupportedError
-from kvloop.kvmeta.v1 import ledger_pb2_grpc, registry_pb2, registry_pb2_grpc
+from kvloop.errors import OutOfRangeError, UnavailableError, UnsupportedError
+from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc, registry_pb2, registry_pb2_grpc
+from kvloop.rpc import typed_errors
 from services.kvmeta import app
 from services.kvmeta.settings import KvmetaSettings
 from tests.unit.kvmeta import messages
@@ -22,6 +23,7 @@ from tests.unit.kvmeta.conftest import Served
 from tests.unit.kvmeta.fake_host import FakeHost
 
 Reason = common_pb2.MissReason
+WANTED = ledger_pb2.PinStatus.VERDICT_WANTED
 
 
 @pytest.fixture
@@ -103,6 +105,29 @@ async def test_leases_get_a_full_period_after_a_restart(start, host) -> None:
         assert await outcome(served) == "handle"
 
 
+@pytest.mark.parametrize("database", ["memory", "sqlite"])
+async def test_watchers_do_not_resume_in_another_history(start, host, tmp_path, database) -> None:
+    @asynccontextmanager
+    async def fresh(name: str) -> AsyncIterator[Served]:
+        """A kvmeta that knows nothing but three workers."""
+        file = f"sqlite:///{tmp_path}/{name}.db"
+        async with start(database_url="memory:" if database == "memory" else file) as served:
+            for worker_id in ("d1", "d2", "d3"):
+                await served.registry.RegisterWorker(messages.register(worker_id))
+            yield served
+
+    def watched(served: Served, after_revision: int):
+        request = registry_pb2.WatchWorkersRequest(after_revision=after_revision)
+        return aiter(served.registry.WatchWorkers(request))
+
+    async with fresh("one") as served:
+        first = await anext(watched(served, 0))
+    host.advance(60)
+    async with fresh("two") as served:
+        with pytest.raises(OutOfRangeError), typed_errors():
+            await anext(watched(served, first.revision))
+
+
 @pytest.mark.parametrize("step", [-36_000, 36_000])
 async def test_a_stepped_wall_clock_neither_expires_nor_resurrects(start, host, step) -> None:
     async with start() as served:
@@ -129,6 +154,38 @@ async def test_an_expired_handle_stays_expired_whatever_the_wall_clock_does(
     host.step_wall(step)
     host.advance(475)
     async with start() as served:
+        assert await outcome(served) == "MISS_REASON_EXPIRED"
+
+
+@pytest.mark.parametrize("step", [-36_000, 36_000])
+async def test_a_stepped_wall_clock_moves_no_renewed_deadline(start, host, step) -> None:
+    def renew(extension: float) -> ledger_pb2.RenewPinsRequest:
+        pin = ledger_pb2.HeldPin(
+            turn_id="r1",
+            engine_remaining=messages.seconds(60),
+            deadline_extension=messages.seconds(extension),
+        )
+        return ledger_pb2.RenewPinsRequest(worker_id="d1", engine=messages.engine(), pins=[pin])
+
+    async with start() as served:
+        await served.registry.RegisterWorker(messages.register(ttl=300))
+        leased = messages.commit()
+        leased.engine_ttl.CopyFrom(messages.seconds(60))
+        leased.retention_ttl.CopyFrom(messages.seconds(480))
+        await served.ledger.CommitTurn(leased)
+        host.advance(20)
+        host.step_wall(step)
+        await served.ledger.RenewPins(renew(20))
+    host.step_wall(step)
+    host.advance(40)  # past the first lease
+    async with start() as served:
+        await served.kvmeta.sweeper.sweep()
+        host.step_wall(step)
+        host.advance(14)
+        assert (await served.ledger.RenewPins(renew(20))).pins[0].verdict == WANTED
+        host.advance(1)  # 75 s after the commit
+        [status] = (await served.ledger.RenewPins(renew(75))).pins
+        assert status.verdict == ledger_pb2.PinStatus.VERDICT_RELEASE
         assert await outcome(served) == "MISS_REASON_EXPIRED"
 
 

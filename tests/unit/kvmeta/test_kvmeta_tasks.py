@@ -15,13 +15,23 @@ from services.kvmeta.memory_store import MemoryStore
 from services.kvmeta.metrics import KvmetaMetrics
 from services.kvmeta.model import Release, ReleaseCause
 from services.kvmeta.sweeper import Sweeper, keep_clock
-from tests.contract.kvmeta_stores import POLICY, commit, key, register, stored
+from tests.contract.kvmeta_stores import (
+    LEASE_US,
+    POLICY,
+    SECOND,
+    ManualClock,
+    commit,
+    key,
+    register,
+    stored,
+)
 from tests.unit.kvmeta.fake_host import FakeHost
 
 
-def sweeper(store, batch_rows: int = 10) -> Sweeper:
+def sweeper(store: MemoryStore, clock: ManualClock, batch_rows: int = 10) -> Sweeper:
     return Sweeper(
         store,
+        clock,
         batch_rows=batch_rows,
         changed=Bell(),
         released=Bell(),
@@ -35,16 +45,16 @@ async def test_one_sweep_does_all_that_is_due_in_batches(clock) -> None:
     for number in range(25):
         await stored(store, commit(key(f"c-{number}"), request_id=f"r{number}"))
     clock.advance(475)
-    await sweeper(store).sweep()
+    await sweeper(store, clock).sweep()
     releases = await store.releases("d1", 0, 100)
     assert isinstance(releases, list)
     assert len(releases) == 25
     clock.advance(10_000)
-    await sweeper(store).sweep()
+    await sweeper(store, clock).sweep()
     assert await store.conversations("t", None, None, 100) == []
     assert await store.releases("d1", 0, 100) == []
     clock.advance(POLICY.dead_retention_us)
-    await sweeper(store).sweep()
+    await sweeper(store, clock).sweep()
     assert await store.worker_changes(0) == []
 
 
@@ -69,11 +79,50 @@ async def test_the_sweeper_goes_on_after_an_outage_of_the_store(clock) -> None:
     await stored(store, commit())
     clock.advance(475)
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(sweeper(store).run(interval_seconds=0.001))
+        running = group.create_task(sweeper(store, clock).run(interval_seconds=0.001))
         await recovered.wait()
         running.cancel()
     [release] = cast("list[Release]", await store.releases("d1", 0, 10))
     assert release.cause is ReleaseCause.EXPIRED
+
+
+async def test_nobody_loses_a_lease_that_could_not_be_renewed(clock) -> None:
+    class Flaky(MemoryStore):
+        away = True
+
+        async def end_leases(self, limit: int) -> list[str]:
+            if self.away:
+                raise UnavailableError("away")
+            return await super().end_leases(limit)
+
+    store = Flaky(clock, POLICY)
+    await register(store)
+    sweeps = sweeper(store, clock)
+    with pytest.raises(UnavailableError):
+        await sweeps.sweep()
+    clock.advance(LEASE_US / SECOND)
+    store.away = False
+    await sweeps.sweep()
+    clock.advance(LEASE_US / SECOND - 1)
+    await sweeps.sweep()
+    assert len((await store.registry())[1]) == 1
+    clock.advance(1)  # a full period later, and nothing was renewed
+    await sweeps.sweep()
+    assert (await store.registry())[1] == []
+
+
+async def test_nobody_loses_a_lease_while_a_call_hung(clock) -> None:
+    class Hanging(MemoryStore):
+        async def forget_workers(self, limit: int) -> int:
+            clock.advance(LEASE_US / SECOND)
+            return 0
+
+    store = Hanging(clock, POLICY)
+    await register(store)
+    sweeps = sweeper(store, clock)
+    await sweeps.sweep()
+    await sweeps.sweep()
+    assert len((await store.registry())[1]) == 1
 
 
 async def test_a_defect_in_the_sweeper_is_not_hidden(clock) -> None:
@@ -82,7 +131,7 @@ async def test_a_defect_in_the_sweeper_is_not_hidden(clock) -> None:
             raise ValueError("a defect")
 
     with pytest.raises(ValueError, match="a defect"):
-        await sweeper(Broken(clock, POLICY)).run(interval_seconds=0.001)
+        await sweeper(Broken(clock, POLICY), clock).run(interval_seconds=0.001)
 
 
 async def test_the_clock_is_stored_and_follows_other_replicas_through_outages() -> None:

@@ -59,6 +59,7 @@ async def test_a_committed_handle_is_taken_whole(ledger, clock) -> None:
         transfer_params_json=PARAMS,
         num_tokens=64,
         num_blocks=2,
+        deadline_extension=seconds(0),
     )
     assert response.remaining_ttl == seconds(474)
     assert response.last_worker_id == "d1"
@@ -183,16 +184,24 @@ async def test_an_unknown_conversation_is_not_found(ledger, call) -> None:
 async def test_another_tenants_conversation_is_as_unknown_as_none(ledger) -> None:
     await ledger.CommitTurn(commit(tenant="t"))
 
+    async def refused(call: str, request):
+        with pytest.raises((NotFoundError, ConflictError)) as caught, typed_errors():
+            await getattr(ledger, call)(request)
+        error = caught.value
+        return type(error), error.reason, error.message, error.metadata
+
     async def seen_by(name: str):
-        with pytest.raises(NotFoundError) as caught, typed_errors():
-            await ledger.GetConversation(
-                ledger_pb2.GetConversationRequest(key=conversation(name, tenant="u"))
-            )
-        taken = await ledger.TakeHandle(take(name, tenant="u"))
-        ended = await ledger.ReleaseConversation(
-            ledger_pb2.ReleaseConversationRequest(key=conversation(name, tenant="u"))
-        )
-        return caught.value.message, caught.value.metadata, taken, ended
+        key = conversation(name, tenant="u")
+        get = ledger_pb2.GetConversationRequest(key=key)
+        extend = ledger_pb2.ExtendConversationRequest(key=key, ttl=seconds(9999))
+        give_back = ledger_pb2.ReturnHandleRequest(key=key, handle_id="h", request_id="r")
+        return [
+            await refused("GetConversation", get),
+            await refused("ExtendConversation", extend),
+            await refused("ReturnHandle", give_back),
+            await ledger.TakeHandle(take(name, tenant="u")),
+            await ledger.ReleaseConversation(ledger_pb2.ReleaseConversationRequest(key=key)),
+        ]
 
     assert await seen_by("c") == await seen_by("does not exist")
     listed = await ledger.ListConversations(ledger_pb2.ListConversationsRequest(tenant="u"))

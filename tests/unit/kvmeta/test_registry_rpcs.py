@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvloop.common.v1 import common_pb2
-from kvloop.errors import PreconditionError
+from kvloop.errors import OutOfRangeError, PreconditionError
 from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
 from kvloop.rpc import typed_errors
 from services.kvmeta.model import WorkerRole
@@ -148,6 +148,86 @@ async def test_a_watcher_gets_the_state_then_synced_then_every_change(served, cl
     assert revisions == sorted(set(revisions))
 
 
+async def watched(served, after_revision: int, until: int):
+    """What a watcher gets after a revision, up to a number of messages."""
+    watch = served.registry.WatchWorkers(
+        registry_pb2.WatchWorkersRequest(after_revision=after_revision)
+    )
+    changes = aiter(watch)
+    seen = [await anext(changes) for _ in range(until)]
+    watch.cancel()
+    return seen
+
+
+def short(changes) -> list[tuple[int, str]]:
+    return [(change.type, change.worker.worker_id) for change in changes]
+
+
+async def test_a_watcher_resumes_after_what_it_has_handled(served) -> None:
+    d1 = (await served.registry.RegisterWorker(register("d1"))).lease_id
+    await served.registry.RegisterWorker(register("d2"))
+    known = await watched(served, 0, 3)
+    assert short(known) == [
+        (Type.TYPE_ADDED, "d1"),
+        (Type.TYPE_ADDED, "d2"),
+        (Type.TYPE_SYNCED, ""),
+    ]
+    position = known[-1].revision
+    assert short(await watched(served, position, 1)) == [(Type.TYPE_SYNCED, "")]
+
+    d3 = (await served.registry.RegisterWorker(register("d3"))).lease_id
+    await keep_alive(served.registry, renewal(d1, State.STATE_DRAINING))
+    d4 = (await served.registry.RegisterWorker(register("d4"))).lease_id
+    for lease_id in (d1, d3):
+        await served.registry.DeregisterWorker(
+            registry_pb2.DeregisterWorkerRequest(lease_id=lease_id)
+        )
+    missed = await watched(served, position, 3)
+    # d3 came and went unseen.
+    assert short(missed) == [
+        (Type.TYPE_ADDED, "d4"),
+        (Type.TYPE_REMOVED, "d1"),
+        (Type.TYPE_SYNCED, ""),
+    ]
+
+    watch = served.registry.WatchWorkers(
+        registry_pb2.WatchWorkersRequest(after_revision=missed[-1].revision)
+    )
+    changes = aiter(watch)
+    assert (await anext(changes)).type == Type.TYPE_SYNCED
+    assert missed[-1].revision > missed[-2].revision  # d3's end is not looked at again
+    await keep_alive(served.registry, renewal(d4, State.STATE_DRAINING))
+    live = await anext(changes)  # rung, not polled
+    assert (live.type, live.worker.worker_id) == (Type.TYPE_CHANGED, "d4")
+    watch.cancel()
+
+
+async def test_the_first_state_can_be_resumed_in_its_middle(served) -> None:
+    for name in ("d3", "d1", "d2"):
+        await served.registry.RegisterWorker(register(name))
+    everything = await watched(served, 0, 4)
+    revisions = [change.revision for change in everything[:3]]
+    assert revisions == sorted(revisions)
+    rest = await watched(served, revisions[0], 3)
+    assert [change.worker for change in rest] == [change.worker for change in everything[1:]]
+
+
+@pytest.mark.parametrize("position", ["before the first", "never given out"])
+async def test_a_watcher_from_an_unknown_revision_is_out_of_range(served, position) -> None:
+    await served.registry.RegisterWorker(register())
+    after = 1 if position == "before the first" else 2**64 - 1
+    watch = served.registry.WatchWorkers(registry_pb2.WatchWorkersRequest(after_revision=after))
+    with pytest.raises(OutOfRangeError) as caught, typed_errors():
+        await anext(aiter(watch))
+    assert caught.value.reason == "REVISION_FORGOTTEN"
+
+
+async def test_renewable_workers_handles_are_given_out_for_their_whole_ttl(served) -> None:
+    request = register()
+    request.worker.traits.pin_lease.CopyFrom(seconds(60))
+    assert (await served.registry.RegisterWorker(request)).handle_ttl == seconds(480)
+
+
 async def test_a_watcher_of_an_empty_registry_is_synced_at_once(served) -> None:
     watch = served.registry.WatchWorkers(registry_pb2.WatchWorkersRequest())
     assert (await anext(aiter(watch))).type == Type.TYPE_SYNCED
@@ -169,11 +249,11 @@ async def test_a_lease_that_ran_out_releases_what_its_engine_may_still_hold(serv
 
 async def test_a_worker_of_another_contract_version_is_refused(served) -> None:
     request = register()
-    request.worker.traits.contract_version = 2
+    request.worker.traits.contract_version = 3
     with pytest.raises(PreconditionError) as caught, typed_errors():
         await served.registry.RegisterWorker(request)
     assert caught.value.reason == "CONTRACT_VERSION"
-    assert caught.value.metadata == {"contract_version": "2", "accepted": "1"}
+    assert caught.value.metadata == {"contract_version": "3", "accepted": "1, 2"}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])

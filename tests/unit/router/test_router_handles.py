@@ -28,6 +28,8 @@ class ScriptedLedger(MemoryLedger):
         super().__init__()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.return_gate = asyncio.Event()
+        self.return_gate.set()
         self.return_error: KvloopError | None = None
         self.take_error: KvloopError | None = None
 
@@ -38,6 +40,7 @@ class ScriptedLedger(MemoryLedger):
         return await super().take_handle(key, request_id, timeout_seconds=timeout_seconds)
 
     async def return_handle(self, key, handle_id, request_id, *, timeout_seconds):
+        await self.return_gate.wait()
         if self.return_error:
             raise self.return_error
         await super().return_handle(key, handle_id, request_id, timeout_seconds=timeout_seconds)
@@ -135,6 +138,21 @@ async def test_late_answer_goes_back_and_the_turn_does_not_wait_for_it() -> None
         ledger.gate.set()
         await eventually(lambda: ledger.returned == [handle.handle_id])
         await eventually(lambda: returned("late") == 1)
+
+
+async def test_a_turn_does_not_wait_for_a_ledger_that_hangs_on_the_return() -> None:
+    ledger = ScriptedLedger()
+    handle = ledger.commit(KEY, D0, b"{}", turn=1)
+    ledger.return_gate.clear()
+    async with desk(ledger, patience_seconds=0.05) as (handles, returned):
+        async with handles.open_turn(KEY, "t") as opened:
+            ledger.gate.clear()
+            await handles.give_back(KEY, "t", opened)
+            assert opened.held is None
+            assert ledger.returned == []
+        ledger.return_gate.set()
+        await eventually(lambda: ledger.returned == [handle.handle_id])
+        await eventually(lambda: returned("unused") == 1)
 
 
 @pytest.mark.parametrize("ticks", range(6))

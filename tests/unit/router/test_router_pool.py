@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
-from kvloop.errors import UnavailableError
+from kvloop.errors import KvloopError, OutOfRangeError, UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2
 from services.router.registry import Backoff, RegistryFollower
 from services.router.workers import WorkerPool
@@ -146,27 +146,43 @@ async def test_unconfirmed_workers_are_kept_for_the_grace_period() -> None:
 
 
 class ScriptedRegistry:
-    """Each watch plays one script, then fails; after the last it waits."""
+    """Each watch plays one script, then fails; after the last it waits.
 
-    def __init__(self, *scripts: list[registry_pb2.WatchWorkersResponse]) -> None:
+    A script that is an error fails at once with it.
+    """
+
+    def __init__(self, *scripts: list[registry_pb2.WatchWorkersResponse] | KvloopError) -> None:
         self.scripts = list(scripts)
-        self.watches = 0
+        self.resumed_after: list[int] = []
 
-    async def watch(self):
-        self.watches += 1
-        for change in self.scripts.pop(0):
+    @property
+    def watches(self) -> int:
+        return len(self.resumed_after)
+
+    async def watch(self, after_revision):
+        self.resumed_after.append(after_revision)
+        script = self.scripts.pop(0)
+        if isinstance(script, KvloopError):
+            raise script
+        for change in script:
             yield change
         if not self.scripts:
             await asyncio.Event().wait()
         raise UnavailableError("registry gone")
 
 
-def added(worker_id: str) -> registry_pb2.WatchWorkersResponse:
-    return Change(type=Change.TYPE_ADDED, worker=make_worker(worker_id, PREFILL))
+def added(worker_id: str, revision: int = 0) -> registry_pb2.WatchWorkersResponse:
+    worker = make_worker(worker_id, PREFILL)
+    return Change(type=Change.TYPE_ADDED, worker=worker, revision=revision)
 
 
-def removed(worker_id: str) -> registry_pb2.WatchWorkersResponse:
-    return Change(type=Change.TYPE_REMOVED, worker=make_worker(worker_id, PREFILL))
+def removed(worker_id: str, revision: int = 0) -> registry_pb2.WatchWorkersResponse:
+    worker = make_worker(worker_id, PREFILL)
+    return Change(type=Change.TYPE_REMOVED, worker=worker, revision=revision)
+
+
+def synced(revision: int) -> registry_pb2.WatchWorkersResponse:
+    return Change(type=Change.TYPE_SYNCED, revision=revision)
 
 
 SYNCED = Change(type=Change.TYPE_SYNCED)
@@ -198,6 +214,39 @@ async def test_pool_keeps_what_it_knows_through_outages() -> None:
         assert follower.connected
         h.now += 10
         assert h.prefill_ids() == ["b"]
+
+
+async def test_pool_goes_on_after_the_last_change_it_has_seen() -> None:
+    registry = ScriptedRegistry(
+        [added("a", 4), added("b", 6), synced(6), added("c", 8)],
+        [removed("a", 9)],
+        [synced(9)],
+    )
+    async with following(registry) as (h, follower):
+        await eventually(lambda: follower.connected and registry.watches == 3)
+        assert registry.resumed_after == [0, 8, 9]
+        h.now += 10  # what was not sent again is not forgotten
+        assert h.prefill_ids() == ["b", "c"]
+
+
+async def test_half_of_the_first_state_is_no_place_to_resume_at() -> None:
+    registry = ScriptedRegistry([added("a", 4)], [added("a", 4), added("b", 6), synced(6)])
+    async with following(registry) as (h, _):
+        await eventually(lambda: h.prefill_ids() == ["a", "b"])
+        assert registry.resumed_after == [0, 0]
+
+
+async def test_pool_starts_anew_where_the_registry_does_not_remember() -> None:
+    registry = ScriptedRegistry(
+        [added("a", 4), added("b", 5), synced(5)],
+        OutOfRangeError("forgotten", reason="REVISION_FORGOTTEN"),
+        [added("a", 40), synced(41)],
+    )
+    async with following(registry) as (h, follower):
+        await eventually(lambda: follower.connected and registry.watches == 3)
+        assert registry.resumed_after == [0, 5, 0]
+        h.now += 10
+        assert h.prefill_ids() == ["a"]
 
 
 async def test_an_outage_is_logged_once() -> None:

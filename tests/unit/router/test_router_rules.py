@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from kvloop.common.v1 import common_pb2
+from kvloop.compatibility import Obstacle, hand_over_obstacle, pull_obstacle
 from kvloop.errors import (
     DeadlineError,
     InternalError,
@@ -21,7 +22,6 @@ from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.router.v1 import router_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.router import failures, receipt
-from services.router.compatibility import Obstacle, hand_over_obstacle, pull_obstacle
 from services.router.deadline import Deadline
 from services.router.length import context_limit, refuse_if_too_long
 from services.router.policy import Candidate, first_usable, rank_decode, rank_prefill

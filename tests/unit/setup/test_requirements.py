@@ -67,7 +67,7 @@ def _closure(requirements: list[Requirement]) -> Iterator[tuple[str, Requirement
 @pytest.mark.parametrize(
     ("extras", "files"),
     [
-        (("router", "kvmeta", "postgres", "worker", "sim"), ("kvloop.txt",)),
+        (("router", "kvmeta", "postgres", "worker", "sim", "tracing"), ("kvloop.txt",)),
         # The engine brings numpy and pillow; its list is always installed along.
         (("dev",), ("kvloop.txt", "dev.txt", "engine-cpu.txt")),
     ],

@@ -13,6 +13,7 @@ from services.sim.core import EngineCore
 from services.sim.faults import Fault
 from services.sim.kv import Content
 from services.sim.latency import PROFILES, Preset
+from services.sim.link import Link
 from services.sim.peers import PeerError, PeerInfo, SideChannel
 from services.sim.sequence import Ending, OutputChannel, Sampling
 from services.sim.sequence import Sequence as EngineSequence
@@ -39,10 +40,12 @@ SPEC = EngineSpec(
     answer_tokens=0,
     profile=PROFILES[Preset.INSTANT],
     time_scale=1.0,
+    has_sidecar=True,
     stock=False,
     bidirectional=True,
     kv_recompute_threshold=64,
     decoder_kv_blocks_ttl_seconds=TTL,
+    pin_lease_seconds=TTL,
     kv_lease_seconds=30.0,
     load_failure_policy=LoadFailurePolicy.RECOMPUTE,
     freed_reads=FreedReads.NOISE,
@@ -110,7 +113,7 @@ class Lab:
         self._tasks = tasks
         self._numbers = itertools.count(1)
 
-    def engine(self, **changes: Any) -> EngineCore:
+    def engine(self, *, link: Link | None = None, **changes: Any) -> EngineCore:
         """An engine that runs, with a side channel of its own."""
         changes.setdefault("side_channel_port", 5600 + next(self._numbers))
         spec = replace(SPEC, **changes)
@@ -121,6 +124,7 @@ class Lab:
             clock=self.clock,
             tasks=self._tasks,
             send_event=lambda event, late: self.events.append(event),
+            link=link,
         )
         self.peers.channels[spec.side_channel_host, spec.side_channel_port] = core.side_channel
         self._tasks.start(core.run(), name="core")

@@ -78,7 +78,7 @@ async def test_second_turns_take_as_long_as_measured_on_h200(
     """One conversation, prefill's cache cold, decode's warm, 200 new tokens."""
     # The measured engines had met before.
     profile = replace(PROFILES[Preset.QWEN3_32B_H200], handshake_seconds=0, **changes)
-    common = {
+    common: dict[str, Any] = {
         "profile": profile,
         "block_size": block_size,
         "num_blocks": profile.kv_capacity_tokens // block_size,

@@ -44,7 +44,7 @@ _ENGINE = {
     "threshold": 64,
     "ttl": TTL,
 }
-_SPEC = replace(SPEC, side_channel_host="10.0.0.7", side_channel_port=5699)
+_SPEC = replace(SPEC, side_channel_host="10.0.0.7", side_channel_port=5699, has_sidecar=False)
 _PROMPT = list(range(1000, 1200))
 _ANSWER = list(range(2000, 2040))
 

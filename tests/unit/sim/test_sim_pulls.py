@@ -37,6 +37,9 @@ async def test_two_turns_pull_both_ways_and_equal_a_recompute(lab: Lab) -> None:
         "cached_tokens": 0,
         "recomputed_tokens": 31,
         "miss_reason": None,
+        "pull_seconds": 0.0,
+        "expected_pull_seconds": None,
+        "expected_recompute_seconds": None,
     }
     assert fresh.stats.nixl_bytes_transferred.sum == 34 * BLOCK * 4096
 
@@ -57,7 +60,7 @@ async def test_prefill_pulls_only_what_its_cache_lacks(lab: Lab) -> None:
     [
         (lambda prompt, answer: [*prompt, *answer[:50], *answer[100:], 5], 544),
         (lambda prompt, answer: [*prompt[:300], 999, *prompt[301:], *answer, 5], 288),
-        (lambda prompt, answer: prompt[:400], 400),
+        (lambda prompt, answer: prompt[:400], 384),
         (lambda prompt, answer: [999, *prompt[1:], *answer], 0),
     ],
     ids=["middle of the answer removed", "edited", "shortened", "edited at the start"],
@@ -206,7 +209,7 @@ async def test_a_finished_turn_is_reported_with_its_handle_last(lab: Lab) -> Non
 
 
 async def test_an_aborted_turn_is_reported_as_not_retained(lab: Lab) -> None:
-    decode = lab.engine(profile=PROFILES[Preset.TINY_CPU])
+    decode = lab.engine(profile=PROFILES[Preset.TINY_CPU], has_sidecar=False)
     params = {"kvloop_turn_id": "t", "do_remote_prefill": False, "do_remote_decode": False}
     sequence = lab.sequence(decode, prompt_of(50), max_tokens=1000, params=params)
     decode.submit(sequence)

@@ -14,9 +14,12 @@ import json
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from services.common import rpc_server
+from services.common.tls import ServerFiles, ServerTls
 
 
 class _Router(router_pb2_grpc.RouterServiceServicer):
@@ -36,6 +39,12 @@ def _flag(name: str) -> str | None:
 
 def _log(event: str, **facts: object) -> None:
     sys.stderr.write(json.dumps({**facts, "event": event, "level": "info"}) + "\n")
+
+
+def _tls() -> ServerTls | None:
+    names = ("--tls-certificate-file", "--tls-key-file", "--tls-client-ca-file")
+    paths = [Path(value) for name in names if (value := _flag(name))]
+    return ServerTls(ServerFiles(*paths), clock=time.monotonic) if paths else None
 
 
 async def _serve() -> None:
@@ -60,6 +69,7 @@ async def _serve() -> None:
         ),
         [],
         grace_seconds=0,
+        tls=_tls(),
     ):
         _log("serving", argv=sys.argv[1:])
         await stop.wait()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvloop.stack import EntryPoints, StackSettings, WorkerSettings, make_workers
+from kvloop.stack.certificates import StackCertificates
 from kvloop.stack.gpus import detect_gpus, place
 from kvloop.stack.logs import LogFollower, describe_phase, last_lines, readable
 from kvloop.stack.plan import StackPlan, plan_stack
@@ -59,6 +60,24 @@ def test_router_gets_its_gateway() -> None:
     listen = router.argv[router.argv.index("--gateway-listen") + 1]
     assert router.gateway_url == f"http://{listen}"
     assert listen != router.address
+
+
+def test_with_certificates_every_service_knows_who_it_is_and_who_may_call_it() -> None:
+    made = StackCertificates(Path("/certs"))
+    with PortPool() as ports:
+        plan = plan_stack(
+            StackSettings(model="m"), EntryPoints(("K",), ("R",), ("W",)), ports, RUN_DIR, made
+        )
+    kvmeta, router, worker = (_flags(p.argv) for p in (plan.kvmeta, plan.router, plan.workers[0]))
+    for part, flags in (("kvmeta", kvmeta), ("router", router), ("worker", worker)):
+        assert flags["--tls-certificate-file"] == f"/certs/{part}.pem"
+        assert flags["--tls-key-file"] == f"/certs/{part}.key"
+        assert flags["--tls-client-ca-file"] == "/certs/ca.pem"
+    assert kvmeta["--tls-allowed-clients"] == "router.kvloop,worker.kvloop,operator.kvloop"
+    assert worker["--tls-allowed-clients"] == "router.kvloop,operator.kvloop"
+    assert worker["--peer-tls-kvmeta-name"] == router["--peer-tls-kvmeta-name"] == "kvmeta.kvloop"
+    assert router["--peer-tls-worker-name"] == "worker.kvloop"
+    assert plan.router.gateway_url.startswith("https://")
 
 
 def test_no_two_processes_share_a_port() -> None:

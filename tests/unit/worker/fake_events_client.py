@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from services.worker.event_messages import Finished, Hello
+from services.worker.event_messages import Message
 from tests.unit.worker.fakes import finished, hello
 
 
@@ -22,7 +22,7 @@ class FakeEventsClient:
         self._reader = reader
         self._writer = writer
 
-    async def send(self, message: Hello | Finished) -> None:
+    async def send(self, message: Message) -> None:
         """Send one message as a line."""
         await self.send_raw(msgspec.json.encode(message) + b"\n")
 
@@ -41,6 +41,13 @@ class FakeEventsClient:
         assert line["type"] == "release"
         released: list[str] = line["request_ids"]
         return released
+
+    async def renew(self) -> list[list[Any]]:
+        """Request ids and seconds of the next renew line."""
+        line = json.loads(await self._reader.readline())
+        assert line["type"] == "renew"
+        leases: list[list[Any]] = line["pins"]
+        return leases
 
     async def at_end(self) -> bool:
         """True if the sidecar has closed the connection."""

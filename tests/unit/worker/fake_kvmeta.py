@@ -23,6 +23,8 @@ class FakeKvmeta(ledger_pb2_grpc.LedgerServiceServicer, registry_pb2_grpc.Regist
         self.registered: list[registry_pb2.RegisterWorkerRequest] = []
         self.renewals: list[registry_pb2.KeepAliveRequest] = []
         self.ended: list[str] = []
+        self.audits: list[ledger_pb2.RenewPinsRequest] = []
+        self.evictions: list[ledger_pb2.EvictHandlesRequest] = []
         self.error: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.lease_seconds = 30
@@ -42,6 +44,32 @@ class FakeKvmeta(ledger_pb2_grpc.LedgerServiceServicer, registry_pb2_grpc.Regist
         return ledger_pb2.CommitTurnResponse(
             handle_id="h1", granted_ttl=duration_pb2.Duration(seconds=470)
         )
+
+    async def RenewPins(self, request, context):
+        self.audits.append(request)
+        if self.error is not None:
+            raise self.error
+        stored = {commit.request_id: commit for commit in self.stored}
+        statuses = ledger_pb2.PinStatus
+        return ledger_pb2.RenewPinsResponse(
+            pins=[
+                statuses(
+                    turn_id=pin.turn_id,
+                    verdict=statuses.VERDICT_WANTED,
+                    wanted_for=duration_pb2.Duration(seconds=400),
+                    key=stored[pin.turn_id].key,
+                )
+                if pin.turn_id in stored
+                else statuses(turn_id=pin.turn_id, verdict=statuses.VERDICT_UNOWNED)
+                for pin in request.pins
+            ]
+        )
+
+    async def EvictHandles(self, request, context):
+        self.evictions.append(request)
+        if self.error is not None:
+            raise self.error
+        return ledger_pb2.EvictHandlesResponse(evicted_turn_ids=request.turn_ids)
 
     async def RegisterWorker(self, request, context):
         if self.error is not None:

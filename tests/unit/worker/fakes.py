@@ -18,9 +18,9 @@ from services.worker.registry import Lease
 
 ENGINE = EngineRef("engine-1", "epoch-1")
 
-Step = bytes | asyncio.Event | Exception | Callable[[], object]
-"""Of a scripted stream: an event's data, something to wait for, an error to
-raise, or something to do."""
+Step = bytes | list[bytes] | asyncio.Event | Exception | Callable[[], object]
+"""Of a scripted stream: an event's data, that of several at once, something to wait
+for, an error to raise, or something to do."""
 
 
 class FakeClock:
@@ -67,9 +67,10 @@ class FakeEngine:
         async def events() -> AsyncIterator[Sequence[bytes]]:
             nonlocal ended
             for step in self.script:
-                if isinstance(step, bytes):
-                    yield [step]
-                    ended = ended or step == DONE
+                if isinstance(step, bytes | list):
+                    together = [step] if isinstance(step, bytes) else step
+                    yield together
+                    ended = ended or DONE in together
                 elif isinstance(step, asyncio.Event):
                     await step.wait()
                 elif isinstance(step, Exception):
@@ -155,13 +156,17 @@ class FakeRegistry:
 
 
 class FakeLink:
-    """A connector's connection that keeps what it was told to release."""
+    """A connector's connection that keeps what it was told."""
 
     def __init__(self) -> None:
         self.released: list[str] = []
+        self.renewed: list[tuple[str, float]] = []
 
     def send_release(self, request_ids: Sequence[str]) -> None:
         self.released += request_ids
+
+    def send_renew(self, leases: Sequence[tuple[str, float]]) -> None:
+        self.renewed += leases
 
 
 def hello(**changes: Any) -> Hello:
@@ -191,6 +196,8 @@ def hello(**changes: Any) -> Hello:
             hybrid_kv_cache=False,
             lease_renewal=True,
             kv_cache_dtype="auto",
+            pin_lease_seconds=60.0,
+            kv_block_bytes=65536,
         ),
         **changes,
     )

@@ -103,6 +103,33 @@ async def test_the_ttl_given_is_what_is_left_since_the_event(
     assert world.ledger.commits[0].engine_ttl_seconds == 472.5
 
 
+async def test_the_ledger_is_told_how_long_renewals_can_keep_the_blocks(
+    world: _World, committer: TurnCommitter
+) -> None:
+    with world.hub.watch("turn-1") as watch:
+        world.hub.finished(ENGINE, finished(ttl_seconds=60.0))
+        world.clock.now += 7.5
+        await committer.commit(watch, CONVERSATION)
+    (commit,) = world.ledger.commits
+    assert (commit.engine_ttl_seconds, commit.retention_ttl_seconds) == (52.5, 472.5)
+
+
+async def test_a_pin_is_in_hand_exactly_while_its_commit_is_under_way(
+    world: _World, committer: TurnCommitter
+) -> None:
+    held = asyncio.Event()
+    world.ledger.answers = [held]
+    with world.hub.watch("turn-1") as watch:
+        world.hub.finished(ENGINE, finished())
+        result = await committer.commit(watch, CONVERSATION)
+    assert result.outcome is CommitOutcome.LEDGER_UNAVAILABLE  # so far
+    (pin,) = world.hub.pins
+    assert pin.in_hand
+    held.set()
+    await until(lambda: not pin.in_hand)
+    assert (pin.tenant, pin.releasing) == ("default", False)
+
+
 async def test_a_handle_whose_time_is_up_is_not_committed(
     world: _World, committer: TurnCommitter
 ) -> None:

@@ -92,8 +92,8 @@ def _order(
 async def _run(leg: DecodeLeg, order: DecodeOrder) -> tuple[list[bytes], DecodeSummary]:
     *chunks, summary = [event async for event in leg.run(order)]
     assert isinstance(summary, DecodeSummary)
-    assert all(isinstance(event, bytes) for event in chunks)
-    return [event for event in chunks if isinstance(event, bytes)], summary
+    assert all(isinstance(event, list) for event in chunks)
+    return [chunk for event in chunks if isinstance(event, list) for chunk in event], summary
 
 
 async def test_chunks_pass_as_written_and_the_summary_ends_the_leg(
@@ -113,12 +113,36 @@ async def test_the_chunk_that_ends_the_answer_comes_after_the_commit(
     committed = asyncio.Event()
     world.ledger.answers = [committed]
     async with aclosing(leg.run(_order())) as events:
-        assert [await anext(events), await anext(events)] == [FIRST, SECOND]
+        assert [await anext(events), await anext(events)] == [[FIRST], [SECOND]]
         last = asyncio.ensure_future(anext(events))
         await until(lambda: world.ledger.commits)
         assert not last.done()
         committed.set()
-        assert await last == LAST
+        assert await last == [LAST]
+
+
+async def test_chunks_that_arrive_together_pass_together(world: _World, leg: DecodeLeg) -> None:
+    world.engine.script = [[FIRST, SECOND], [SECOND, LAST, USAGE, DONE]]
+    committed = asyncio.Event()
+    world.ledger.answers = [committed]
+    async with aclosing(leg.run(_order())) as events:
+        assert await anext(events) == [FIRST, SECOND]
+        assert await anext(events) == [SECOND]  # does not wait for the commit
+        world.finish()
+        last = asyncio.ensure_future(anext(events))
+        await until(lambda: world.ledger.commits)
+        assert not last.done()
+        committed.set()
+        assert await last == [LAST, USAGE]
+        assert isinstance(await anext(events), DecodeSummary)
+
+
+async def test_what_arrived_with_an_error_passes_before_it(world: _World, leg: DecodeLeg) -> None:
+    world.engine.script = [[FIRST, SECOND, error_body("oops", 500), DONE]]
+    async with aclosing(leg.run(_order())) as events:
+        assert await anext(events) == [FIRST, SECOND]
+        with pytest.raises(InternalError, match="oops"):
+            await anext(events)
 
 
 async def test_a_slow_ledger_holds_the_answer_back_for_a_bounded_time(
@@ -133,12 +157,12 @@ async def test_a_slow_ledger_holds_the_answer_back_for_a_bounded_time(
 async def test_an_event_after_the_last_chunk_is_waited_for(world: _World, leg: DecodeLeg) -> None:
     world.engine.script = [FIRST, LAST, DONE]
     async with aclosing(leg.run(_order())) as events:
-        assert await anext(events) == FIRST
+        assert await anext(events) == [FIRST]
         last = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
         assert not last.done()
         world.finish()
-        assert await last == LAST
+        assert await last == [LAST]
 
 
 async def test_without_an_event_the_answer_is_whole_and_the_outcome_named(
@@ -218,7 +242,7 @@ async def test_a_superseded_turn_is_released_and_named(world: _World, leg: Decod
 async def test_an_error_in_the_stream_ends_the_leg_with_it(world: _World, leg: DecodeLeg) -> None:
     world.engine.script = [FIRST, error_body("oops", 500), DONE]
     async with aclosing(leg.run(_order())) as events:
-        assert await anext(events) == FIRST
+        assert await anext(events) == [FIRST]
         with pytest.raises(InternalError, match="oops"):
             await anext(events)
     assert world.ledger.commits == []
@@ -239,7 +263,7 @@ async def test_closing_the_leg_aborts_the_request_and_stores_nothing(
 ) -> None:
     world.engine.script = [FIRST, asyncio.Event()]
     async with aclosing(leg.run(_order())) as events:
-        assert await anext(events) == FIRST
+        assert await anext(events) == [FIRST]
     assert world.engine.aborted == 1
     world.finish(retained=False)  # as the engine reports an aborted turn
     assert world.ledger.commits == []
@@ -251,7 +275,7 @@ async def test_a_cancelled_turn_that_had_ended_in_the_engine_is_released(
 ) -> None:
     world.engine.script = [FIRST, asyncio.Event()]
     async with aclosing(leg.run(_order())) as events:
-        assert await anext(events) == FIRST
+        assert await anext(events) == [FIRST]
     world.finish()
     assert world.link.released == ["req-1"]
     assert world.ledger.commits == []

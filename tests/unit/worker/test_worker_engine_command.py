@@ -32,6 +32,7 @@ def _command(**changes: Any) -> EngineCommand:
         "import_root": Path("/opt/kvloop"),
         "kv_recompute_threshold": 64,
         "decoder_kv_blocks_ttl_seconds": 480,
+        "pin_lease_seconds": 60,
         "kv_layout": KvLayout(None, False, "test"),
         "cpu_kv_cache_gib": None,
         "cpu_threads": None,
@@ -67,7 +68,12 @@ def test_vllm_serves_the_model_on_loopback() -> None:
 )
 def test_our_connector_is_loaded_with_the_roles_transfer_config(role: Role, kv_role: str) -> None:
     config = _transfer_config(
-        _command(role=role, kv_recompute_threshold=128, decoder_kv_blocks_ttl_seconds=60)
+        _command(
+            role=role,
+            kv_recompute_threshold=128,
+            decoder_kv_blocks_ttl_seconds=240,
+            pin_lease_seconds=20,
+        )
     )
     assert config == {
         "kv_connector": "KvloopConnector",
@@ -78,7 +84,8 @@ def test_our_connector_is_loaded_with_the_roles_transfer_config(role: Role, kv_r
         "kv_connector_extra_config": {
             "bidirectional_kv_xfer": True,
             "kv_recompute_threshold": 128,
-            "decoder_kv_blocks_ttl": 60,
+            "decoder_kv_blocks_ttl": 240,
+            "kvloop_pin_lease": 20,
         },
     }
 
@@ -97,6 +104,7 @@ def test_side_channel_and_ttl_reach_old_and_new_versions() -> None:
     assert environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.7"
     assert environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5700"
     assert environment["VLLM_NIXL_ABORT_REQUEST_TIMEOUT"] == "60"
+    assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 60
     assert environment["PYTHONHASHSEED"] == "0"
 
 
@@ -154,3 +162,12 @@ def test_the_hub_is_not_asked_for_a_local_model() -> None:
 def test_further_flags_come_last() -> None:
     command = _command(extra_args=["--max-num-seqs", "4"])
     assert list(command.argv[-2:]) == ["--max-num-seqs", "4"]
+
+
+def test_the_transports_of_nixl_are_vllms_choice_unless_they_are_named() -> None:
+    def named(**changes: Any) -> Any:
+        extra = _transfer_config(_command(**changes))["kv_connector_extra_config"]
+        return extra.get("backends")
+
+    assert named() is None
+    assert named(nixl_backends=["LIBFABRIC"]) == ["LIBFABRIC"]

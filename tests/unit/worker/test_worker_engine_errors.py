@@ -10,6 +10,7 @@ from kvloop.errors import (
     KvloopError,
     ModelNotFoundError,
     UnavailableError,
+    UnsupportedError,
 )
 from services.worker.engine_errors import from_event, from_reply
 from tests.unit.worker.fake_vllm import chunk, error_body
@@ -22,7 +23,9 @@ from tests.unit.worker.fake_vllm import chunk, error_body
         (422, error_body("bad", 422), InvalidFieldError, "ENGINE_REJECTED"),
         (413, b"too large", InvalidFieldError, "ENGINE_REJECTED"),
         (404, error_body("no", 404, "NotFoundError"), ModelNotFoundError, "MODEL_NOT_FOUND"),
-        (404, b'{"detail":"Not Found"}', InternalError, "ENGINE_FAILED"),
+        (404, b'{"detail":"Not Found"}', UnsupportedError, "ENDPOINT_UNSUPPORTED"),
+        (405, b'{"detail":"Method Not Allowed"}', UnsupportedError, "ENDPOINT_UNSUPPORTED"),
+        (501, error_body("not supported", 501), UnsupportedError, "ENDPOINT_UNSUPPORTED"),
         (500, error_body("oops", 500), InternalError, "ENGINE_FAILED"),
         (503, b"", UnavailableError, "ENGINE_BUSY"),
         (429, b"", UnavailableError, "ENGINE_BUSY"),

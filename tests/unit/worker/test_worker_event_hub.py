@@ -9,8 +9,16 @@ import pytest
 
 from kvloop.errors import PreconditionError
 from services.worker.event_hub import EventHub
-from services.worker.event_messages import EngineRef
+from services.worker.event_messages import (
+    EngineRef,
+    Freed,
+    Pins,
+    Renewed,
+    RenewedPin,
+    RetainedPin,
+)
 from services.worker.metrics import WorkerMetrics
+from services.worker.pins import ReleaseCause
 from tests.unit.worker.fakes import ENGINE, PARAMS, FakeClock, FakeLink, finished, hello
 
 
@@ -115,7 +123,7 @@ async def test_one_turn_id_has_one_leg_at_a_time(hub: EventHub) -> None:
 
 async def test_releases_wait_for_a_connector_that_reconnects(hub: EventHub, link: FakeLink) -> None:
     hub.disconnected(ENGINE, link)
-    hub.release(ENGINE, ["a", "b"])
+    hub.release(ENGINE, ["a", "b"], ReleaseCause.ENDED)
     again = FakeLink()
     hub.connected(hello(), again)
     assert again.released == ["a", "b"]
@@ -126,7 +134,7 @@ async def test_releases_for_an_earlier_life_of_the_engine_are_dropped(
     hub: EventHub, link: FakeLink
 ) -> None:
     hub.disconnected(ENGINE, link)
-    hub.release(ENGINE, ["a"])
+    hub.release(ENGINE, ["a"], ReleaseCause.ENDED)
     again = FakeLink()
     hub.connected(hello(epoch="epoch-2"), again)
     hub.connected(hello(), FakeLink())
@@ -139,7 +147,7 @@ async def test_a_stale_disconnect_does_not_cut_the_new_connection(
     again = FakeLink()
     hub.connected(hello(), again)
     hub.disconnected(ENGINE, link)
-    hub.release(ENGINE, ["a"])
+    hub.release(ENGINE, ["a"], ReleaseCause.ENDED)
     assert again.released == ["a"]
 
 
@@ -160,3 +168,68 @@ async def test_a_handle_that_names_no_request_cannot_be_released(
 ) -> None:
     hub.finished(ENGINE, finished(params=msgspec.Raw(b'{"a":1}')))
     assert link.released == []
+
+
+async def test_a_retained_turn_is_in_hand_until_its_commit_is_settled(hub: EventHub) -> None:
+    with hub.watch("turn-1") as watch:
+        hub.reported(ENGINE, finished(ttl_seconds=60.0))
+        watch.claim()
+    (pin,) = hub.pins
+    assert (pin.request_id, pin.num_tokens, pin.num_blocks) == ("req-1", 64, 2)
+    assert (pin.deadline - pin.ended_at, pin.in_hand) == (60.0, True)
+    hub.pins.settle("turn-1", "acme")
+    assert (pin.tenant, pin.in_hand) == ("acme", False)
+
+
+@pytest.mark.parametrize(
+    ("lease_renewal", "renewable"), [(True, 480.0), (False, 0.0)], ids=["lease", "fixed"]
+)
+async def test_a_turn_knows_how_long_renewals_can_keep_it(
+    clock: FakeClock, metrics: WorkerMetrics, lease_renewal: bool, renewable: float
+) -> None:
+    hub = EventHub(clock, metrics)
+    hub.connected(hello(lease_renewal=lease_renewal), FakeLink())
+    with hub.watch("turn-1") as watch:
+        hub.reported(ENGINE, finished(ttl_seconds=60.0))
+        assert (await watch.finished()).renewable_seconds == renewable
+        watch.claim()
+
+
+async def test_a_release_that_got_lost_is_sent_again(hub: EventHub, link: FakeLink) -> None:
+    held = RetainedPin("req-1", "turn-1", 64, 2, 40.0, 0.0, 20.0)
+    hub.reported(ENGINE, Pins([held]))
+    hub.release(ENGINE, ["req-1"], ReleaseCause.ENDED)
+    assert link.released == ["req-1"]  # into a connection that breaks
+    hub.disconnected(ENGINE, link)
+    again = FakeLink()
+    hub.connected(hello(), again)
+    hub.reported(ENGINE, Pins([held]))
+    assert again.released == ["req-1"]
+
+
+async def test_pins_of_an_earlier_life_are_not_mistaken_for_this_ones(hub: EventHub) -> None:
+    hub.connected(hello(epoch="epoch-2"), FakeLink())
+    hub.reported(ENGINE, Pins([RetainedPin("req-1", "turn-1", 64, 2, 40.0, 0.0, 20.0)]))
+    assert len(hub.pins) == 0
+
+
+async def test_listeners_hear_what_has_been_dealt_with(hub: EventHub) -> None:
+    heard: list[tuple[object, int]] = []
+    hub.listen(lambda message: heard.append((message, len(hub.pins))))
+    pins = Pins([RetainedPin("req-1", "turn-1", 64, 2, 40.0, 0.0, 20.0)])
+    for message in (pins, Renewed([RenewedPin("req-1", 60.0, 20.0)]), Freed(["req-1"])):
+        hub.reported(ENGINE, message)
+    assert [count for _, count in heard] == [1, 1, 0]
+    assert heard[0][0] == pins
+
+
+async def test_renewals_go_to_the_engine_that_is_connected_or_nowhere(
+    hub: EventHub, link: FakeLink
+) -> None:
+    assert hub.renew(ENGINE, [("req-1", 60.0)])
+    assert link.renewed == [("req-1", 60.0)]
+    hub.disconnected(ENGINE, link)
+    assert not hub.renew(ENGINE, [("req-1", 60.0)])
+    again = FakeLink()
+    hub.connected(hello(), again)
+    assert again.renewed == []

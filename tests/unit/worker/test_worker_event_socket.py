@@ -16,7 +16,17 @@ import pytest
 from services.worker import events
 from services.worker.engine_events import EngineEvents
 from services.worker.event_hub import EventHub
+from services.worker.event_messages import (
+    Freed,
+    Message,
+    Pins,
+    Pressure,
+    Renewed,
+    RenewedPin,
+    RetainedPin,
+)
 from services.worker.metrics import WorkerMetrics
+from services.worker.pins import ReleaseCause
 from tests.unit.worker.fake_events_client import connect, connect_silently
 from tests.unit.worker.fakes import ENGINE, FakeClock, hello, until
 
@@ -81,8 +91,43 @@ async def test_a_line_of_several_mebibytes_arrives(path: Path, hub: EventHub) ->
 async def test_releases_reach_the_connector(path: Path, hub: EventHub) -> None:
     async with connect(path) as client:
         await hub.identity_after(None)
-        hub.release(ENGINE, ["a", "b"])
+        hub.release(ENGINE, ["a", "b"], ReleaseCause.ENDED)
         assert await client.release() == ["a", "b"]
+
+
+@pytest.mark.usefixtures("listening")
+async def test_renewals_reach_the_connector(path: Path, hub: EventHub) -> None:
+    async with connect(path) as client:
+        await hub.identity_after(None)
+        hub.renew(ENGINE, [("a", 60.0), ("b", 12.5)])
+        assert await client.renew() == [["a", 60.0], ["b", 12.5]]
+
+
+@pytest.mark.usefixtures("listening")
+async def test_what_the_connector_says_of_pins_is_understood(path: Path, hub: EventHub) -> None:
+    held = (
+        b'{"type":"pins","pins":[{"request_id":"r","turn_id":"t","num_tokens":64,"num_blocks":2,'
+        b'"remaining_seconds":40.5,"extension_seconds":0,"age_seconds":20,"future":1}]}\n'
+    )
+    lines = [
+        b'{"type":"renewed","pins":[{"request_id":"r","remaining_seconds":60.0,'
+        b'"extension_seconds":19.5}]}\n',
+        b'{"type":"pressure","blocks_needed":7}\n',
+        b'{"type":"freed","request_ids":["r"]}\n',
+    ]
+    heard: list[Message] = []
+    hub.listen(heard.append)
+    async with connect(path) as client:
+        await client.send_raw(held)
+        await until(lambda: len(hub.pins) == 1)
+        await client.send_raw(b"".join(lines))
+        await until(lambda: len(hub.pins) == 0)
+    assert heard == [
+        Pins([RetainedPin("r", "t", 64, 2, 40.5, 0, 20)]),
+        Renewed([RenewedPin("r", 60.0, 19.5)]),
+        Pressure(7),
+        Freed(["r"]),
+    ]
 
 
 @pytest.mark.usefixtures("listening")
@@ -152,7 +197,7 @@ async def test_the_engines_own_client_and_this_server_understand_each_other(
             turn = await watch.finished()
             watch.claim()
         assert turn.params == b'{"remote_request_id":"r","ids":[[1,2]],"none":null}'
-        hub.release_turn(turn)
+        hub.release_turn(turn, ReleaseCause.NOT_STORED)
         await until(lambda: client.take_releases() == ["r"])
     finally:
         await asyncio.to_thread(client.close)

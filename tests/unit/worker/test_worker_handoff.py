@@ -32,6 +32,17 @@ def test_a_miss_reason_is_carried_by_name() -> None:
     assert read_reply(_reply(params)).report.miss_reason == "PREFIX_MISMATCH"
 
 
+def test_times_are_carried_and_may_be_null() -> None:
+    params = (
+        b'{"kvloop_report":{"prompt_tokens":9,"pull_seconds":0.25,'
+        b'"expected_pull_seconds":null,"expected_recompute_seconds":1}}'
+    )
+    report = read_reply(_reply(params)).report
+    assert report.pull_seconds == 0.25
+    assert report.expected_pull_seconds is None
+    assert report.expected_recompute_seconds == 1.0
+
+
 @pytest.mark.parametrize(
     ("params", "missing"), [(None, MissingHandoff.ABSENT), (b"null", MissingHandoff.NULL)]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -19,6 +20,7 @@ from kvloop.errors import (
 )
 from kvloop.kvmeta.v1 import registry_pb2
 from services.worker.ledger import Commit, Conversation, GrpcLedger
+from services.worker.pin_ledger import GrpcPinLedger, PinReport
 from services.worker.registry import GrpcRegistry, Lease
 from tests.unit.worker.fake_kvmeta import FakeKvmeta, fake_kvmeta
 from tests.unit.worker.fakes import ENGINE, PARAMS, until
@@ -58,6 +60,38 @@ async def test_a_commit_carries_everything(kvmeta: FakeKvmeta, channel: grpc.aio
     assert (request.engine.engine_id, request.engine.epoch) == tuple(ENGINE)
     assert request.engine_ttl.ToMilliseconds() == 479_250
     assert (request.num_tokens, request.num_blocks) == (64, 2)
+    assert not request.HasField("retention_ttl")
+
+
+async def test_a_commit_of_a_renewable_pin_says_how_long_it_can_be_kept(
+    kvmeta: FakeKvmeta, channel: grpc.aio.Channel
+) -> None:
+    renewable = replace(COMMIT, engine_ttl_seconds=60.0, retention_ttl_seconds=480.0)
+    await GrpcLedger(channel).commit(renewable, timeout_seconds=2)
+    assert kvmeta.commits[0].engine_ttl.seconds == 60
+    assert kvmeta.commits[0].retention_ttl.seconds == 480
+
+
+async def test_pins_are_audited_in_calls_of_ten_thousand(
+    kvmeta: FakeKvmeta, channel: grpc.aio.Channel
+) -> None:
+    reports = [PinReport(f"turn-{number}", 40.25, 120.5) for number in range(10_001)]
+    verdicts = await GrpcPinLedger(channel, "decode-0").audit(ENGINE, reports)
+    assert [len(audit.pins) for audit in kvmeta.audits] == [10_000, 1]
+    assert [verdict.turn_id for verdict in verdicts] == [report.turn_id for report in reports]
+    first = kvmeta.audits[0]
+    assert (first.worker_id, first.engine.engine_id, first.engine.epoch) == ("decode-0", *ENGINE)
+    assert first.pins[0].engine_remaining.ToMilliseconds() == 40_250
+    assert first.pins[0].deadline_extension.ToMilliseconds() == 120_500
+
+
+async def test_handles_are_evicted_in_calls_of_a_thousand(
+    kvmeta: FakeKvmeta, channel: grpc.aio.Channel
+) -> None:
+    turn_ids = [f"turn-{number}" for number in range(1001)]
+    evicted = await GrpcPinLedger(channel, "decode-0").evict(ENGINE, turn_ids)
+    assert evicted == turn_ids
+    assert [len(call.turn_ids) for call in kvmeta.evictions] == [1000, 1]
 
 
 @pytest.mark.parametrize(

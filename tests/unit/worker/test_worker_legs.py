@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvloop.errors import InvalidFieldError
 from services.worker.engine import Api
 from services.worker.legs import (
+    Prompt,
     decode_body,
     parse_body,
     prefill_body,
@@ -31,14 +32,16 @@ HANDLE = (
 
 def _prefill(body: bytes, handle: bytes = b"") -> dict[str, Any]:
     decoded: dict[str, Any] = json.loads(
-        prefill_body(parse_body(body), turn_id="t1", handle=handle)
+        prefill_body(Api.CHAT_COMPLETIONS, parse_body(body), turn_id="t1", handle=handle)
     )
     return decoded
 
 
 def _decode(body: bytes, params: bytes = b"", *, retain: bool = True) -> dict[str, Any]:
     decoded: dict[str, Any] = json.loads(
-        decode_body(parse_body(body), turn_id="t1", params=params, retain=retain)
+        decode_body(
+            Api.CHAT_COMPLETIONS, parse_body(body), turn_id="t1", params=params, retain=retain
+        )
     )
     return decoded
 
@@ -85,8 +88,30 @@ def test_prefill_keeps_what_shapes_the_prompt() -> None:
     assert kept.items() <= body.items()
 
 
+def test_prefill_of_a_response_makes_one_token_and_is_not_kept() -> None:
+    raw = b'{"input":"x","max_output_tokens":9,"include":["x"],"store":true,"stop":["a"]}'
+    body = json.loads(prefill_body(Api.RESPONSES, parse_body(raw), turn_id="t1", handle=b""))
+    assert body.pop("kv_transfer_params")["do_remote_decode"] is True
+    assert body == {
+        "input": "x",
+        "max_output_tokens": 1,
+        "store": False,
+        "stream": False,
+        "ignore_eos": True,
+    }
+
+
+def test_decode_of_a_response_is_the_clients_body_streamed() -> None:
+    members = parse_body(b'{"input":"x","max_output_tokens":9}')
+    body = json.loads(decode_body(Api.RESPONSES, members, turn_id="t", params=b"", retain=False))
+    assert body == {"input": "x", "max_output_tokens": 9, "stream": True}
+    assert wants_usage_chunk(Api.RESPONSES, parse_body(b'{"stream":true}'))
+
+
 def test_prefill_carries_the_handle_byte_for_byte() -> None:
-    body = prefill_body(parse_body(b'{"model":"m"}'), turn_id="t1", handle=HANDLE)
+    body = prefill_body(
+        Api.CHAT_COMPLETIONS, parse_body(b'{"model":"m"}'), turn_id="t1", handle=HANDLE
+    )
     assert HANDLE.strip()[1:].lstrip() in body
     assert json.loads(body)["kv_transfer_params"]["kvloop_turn_id"] == "t1"
 
@@ -138,7 +163,7 @@ def test_decode_with_hand_off_but_no_conversation_is_not_retained() -> None:
 
 def test_untouched_members_stay_byte_for_byte() -> None:
     raw = b'{ "a" : [1, 2.0,\t1e5, {"x":null}], "b":"\\u00e9\\ud83d\\ude00", "c":-0 }'
-    body = decode_body(parse_body(raw), turn_id="t", params=b"", retain=False)
+    body = decode_body(Api.CHAT_COMPLETIONS, parse_body(raw), turn_id="t", params=b"", retain=False)
     for value in (b'[1, 2.0,\t1e5, {"x":null}]', b'"\\u00e9\\ud83d\\ude00"', b'"c":-0'):
         assert value in body
 
@@ -214,6 +239,12 @@ class TestSplice:
         (Api.COMPLETIONS, b'{"prompt":[ "one","two"]}', "prompt"),
         (Api.COMPLETIONS, b'{"prompt":[[1,2],[3]]}', "prompt"),
         (Api.CHAT_COMPLETIONS, b'{"prompt":["one","two"]}', None),
+        (Api.RESPONSES, b'{"input":"x","n":2}', None),
+        (Api.RESPONSES, b'{"truncation":"disabled"}', None),
+        (Api.RESPONSES, b'{"truncation":"auto"}', "truncation"),
+        (Api.RESPONSES, b'{"tools":[{"type":"function"},{"type":"custom"}]}', None),
+        (Api.RESPONSES, b'{"tools":[{"type":"function"},{"type":"mcp"}]}', "tools"),
+        (Api.RESPONSES, b'{"tools":null}', None),
     ],
 )
 def test_what_cannot_run_in_two_legs(api: Api, body: bytes, field: str | None) -> None:
@@ -231,7 +262,7 @@ def test_what_cannot_run_in_two_legs(api: Api, body: bytes, field: str | None) -
     ],
 )
 def test_the_usage_chunk_is_the_clients_only_if_it_asked(body: bytes, wanted: bool) -> None:
-    assert wants_usage_chunk(parse_body(body)) is wanted
+    assert wants_usage_chunk(Api.CHAT_COMPLETIONS, parse_body(body)) is wanted
 
 
 def test_tokenizing_sends_only_what_shapes_the_prompt() -> None:
@@ -251,3 +282,45 @@ def test_tokenizing_sends_only_what_shapes_the_prompt() -> None:
 )
 def test_token_ids_of_a_prompt(body: bytes, ids: list[int] | None) -> None:
     assert prompt_token_ids(parse_body(body)) == ids
+
+
+BODIES = [
+    b'{"model":"m","prompt":[1,2,3],"max_tokens":1.50}',
+    b'{"prompt":[1,2,3]}',
+    b'{ "a" : "prompt" , "prompt":[1,2,3]}',
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_placed_prompt_gives_the_same_members(body: bytes) -> None:
+    start = body.index(b"[")
+    members = parse_body(body, Prompt("prompt", start, start + len(b"[1,2,3]")))
+    assert list(members.items()) == list(parse_body(body).items())
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("shift", [-1, 1, 40])
+def test_a_prompt_in_another_place_is_refused(body: bytes, shift: int) -> None:
+    start = body.index(b"[") + shift
+    with pytest.raises(InvalidFieldError):
+        parse_body(body, Prompt("prompt", start, start + len(b"[1,2,3]")))
+
+
+def test_a_prompt_under_another_name_is_refused() -> None:
+    with pytest.raises(InvalidFieldError, match="messages"):
+        parse_body(b'{"prompt":[1]}', Prompt("messages", 10, 13))
+
+
+def test_transfer_params_beside_a_placed_prompt_are_refused() -> None:
+    with pytest.raises(InvalidFieldError, match="kv_transfer_params"):
+        parse_body(b'{"prompt":[1],"kv_transfer_params":{}}', Prompt("prompt", 10, 13))
+
+
+def test_token_ids_are_handed_over_only_if_asked() -> None:
+    members = parse_body(b'{"model":"m"}')
+    for asked in (True, False):
+        body = prefill_body(
+            Api.CHAT_COMPLETIONS, members, turn_id="t", handle=HANDLE, hand_token_ids_over=asked
+        )
+        params = json.loads(body)["kv_transfer_params"]
+        assert params.get("kvloop_hand_token_ids_over") is (True if asked else None)

@@ -8,10 +8,13 @@ import structlog
 
 from kvloop.errors import InternalError, InvalidFieldError, UnavailableError
 from services.worker.engine import Api
+from services.worker.event_messages import EngineRef
 from services.worker.handoff import PrefillReport
 from services.worker.metrics import WorkerMetrics
 from services.worker.prefill import PrefillLeg, PrefillOrder
-from tests.unit.worker.fakes import FakeEngine
+from services.worker.pull_costs import PullCosts
+from tests.unit.worker.fakes import FakeClock, FakeEngine, hello
+from tests.unit.worker.pull_world import DECODE, LIMITS
 
 HANDLE = b'{"do_remote_decode":true,"remote_block_ids":[[1]]}'
 PARAMS = b'{"do_remote_prefill":true, "kvloop_report":{"prompt_tokens":9,"recomputed_tokens":9}}'
@@ -31,12 +34,22 @@ def metrics() -> WorkerMetrics:
 
 
 @pytest.fixture
-def leg(engine: FakeEngine, metrics: WorkerMetrics) -> PrefillLeg:
-    return PrefillLeg(engine, metrics)
+def costs(metrics: WorkerMetrics) -> PullCosts:
+    return PullCosts(hello, FakeClock(), metrics, LIMITS)
 
 
-def _order(body: bytes = b'{"model":"tiny","messages":[]}', handle: bytes = b"") -> PrefillOrder:
-    return PrefillOrder("turn-1", Api.CHAT_COMPLETIONS, body, handle)
+@pytest.fixture
+def leg(engine: FakeEngine, costs: PullCosts, metrics: WorkerMetrics) -> PrefillLeg:
+    return PrefillLeg(engine, costs, metrics)
+
+
+def _order(
+    body: bytes = b'{"model":"tiny","messages":[]}',
+    handle: bytes = b"",
+    engine: EngineRef | None = DECODE,
+    extension_seconds: float = 0.0,
+) -> PrefillOrder:
+    return PrefillOrder("turn-1", Api.CHAT_COMPLETIONS, body, handle, engine, extension_seconds)
 
 
 async def test_the_hand_off_is_passed_on_byte_for_byte(leg: PrefillLeg, engine: FakeEngine) -> None:
@@ -52,6 +65,49 @@ async def test_the_handle_goes_to_the_engine(leg: PrefillLeg, engine: FakeEngine
     engine.replies = [REPLY]
     await leg.run(_order(handle=HANDLE))
     assert HANDLE[1:] in engine.raw_bodies[0]
+
+
+async def test_what_a_pull_takes_and_the_moved_deadline_go_with_the_handle(
+    leg: PrefillLeg, engine: FakeEngine
+) -> None:
+    engine.replies = [REPLY]
+    await leg.run(_order(handle=HANDLE, extension_seconds=12.5))
+    params = engine.bodies[0]["kv_transfer_params"]
+    assert params["kvloop_deadline_extension"] == 12.5
+    assert params["kvloop_costs"]["probe_tokens"] == LIMITS.probe_tokens
+    assert params["remote_block_ids"] == [[1]]
+
+
+@pytest.mark.parametrize(("handle", "decode_engine"), [(b"", DECODE), (HANDLE, None)])
+async def test_without_a_handle_or_its_engine_no_costs_go_along(
+    leg: PrefillLeg, engine: FakeEngine, handle: bytes, decode_engine: EngineRef | None
+) -> None:
+    engine.replies = [REPLY]
+    await leg.run(_order(handle=handle, engine=decode_engine))
+    params = engine.bodies[0]["kv_transfer_params"]
+    assert "kvloop_costs" not in params
+    assert "kvloop_deadline_extension" not in params
+
+
+async def test_legs_teach_what_pulls_take(
+    leg: PrefillLeg, engine: FakeEngine, costs: PullCosts
+) -> None:
+    engine.replies = [
+        b'{"kv_transfer_params":{"kvloop_report":{"prompt_tokens":900,"proven_tokens":800,'
+        b'"pulled_tokens":800,"recomputed_tokens":100,"pull_seconds":0.5}}}'
+    ]
+    await leg.run(_order(handle=HANDLE))
+    (link,) = costs.links()
+    assert (link.engine, link.samples) == (DECODE, 1)
+    assert link.tokens_per_second == pytest.approx(1600)
+
+
+async def test_counts_that_are_not_the_connectors_teach_nothing(
+    leg: PrefillLeg, engine: FakeEngine, costs: PullCosts
+) -> None:
+    engine.replies = [b'{"usage":{"prompt_tokens":900},"kv_transfer_params":{"remote_port":1}}']
+    await leg.run(_order())
+    assert costs.recompute is None
 
 
 @pytest.mark.parametrize(

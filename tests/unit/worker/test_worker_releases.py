@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from kvloop.errors import OutOfRangeError, UnavailableError
+from kvloop.kvmeta.v1 import ledger_pb2
 from services.worker.event_hub import EventHub
-from services.worker.event_messages import EngineRef
+from services.worker.event_messages import EngineRef, Pins, RetainedPin
 from services.worker.metrics import WorkerMetrics
+from services.worker.pins import ReleaseCause
 from services.worker.releases import Release, ReleaseFollower
 from tests.unit.worker.fakes import FakeClock, FakeLink, hello, until
 
@@ -57,6 +60,28 @@ async def follow(feed: FakeFeed, calls: int, released: int) -> list[str]:
 async def test_releases_reach_the_engine_in_order() -> None:
     feed = FakeFeed([release(1, "a"), release(2, "b")])
     assert await follow(feed, 1, 2) == ["a", "b"]
+
+
+async def test_each_cause_of_the_ledger_is_counted_under_its_name() -> None:
+    for name, value in ledger_pb2.WatchReleasesResponse.Cause.items():
+        if value:
+            assert ReleaseCause(name.removeprefix("CAUSE_").lower()) is not ReleaseCause.OTHER
+
+
+async def test_a_cause_that_is_not_known_is_counted_as_other() -> None:
+    metrics, link = WorkerMetrics(), FakeLink()
+    hub = EventHub(FakeClock(), metrics)
+    hub.connected(hello(), link)
+    hub.reported(hello().ref, Pins([RetainedPin("a", "turn-1", 64, 2, 40.0, 0.0, 20.0)]))
+    newer = replace(release(1, "a"), cause="99")
+    follower = ReleaseFollower(FakeFeed([newer]), hub, FakeClock(), "decode-0")
+    task = asyncio.create_task(follower.run())
+    await until(lambda: link.released)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    value = metrics.registry.get_sample_value("kvloop_worker_releases_total", {"cause": "other"})
+    assert value == 1
 
 
 async def test_blocks_of_another_life_are_not_touched() -> None:

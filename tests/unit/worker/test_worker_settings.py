@@ -53,6 +53,29 @@ def test_defaults_that_users_of_the_feature_know() -> None:
     assert settings.kv_recompute_threshold == 64
 
 
+def test_retained_kv_takes_half_of_the_memory_for_a_minute_unless_it_is_renewed() -> None:
+    settings = _settings("--role=decode")
+    assert settings.pin_lease_seconds == 60
+    assert (settings.retained_blocks_share, settings.free_blocks_share) == (0.5, 0.1)
+    assert settings.retention_policy == "value"
+    assert _settings("--role=decode", "--retention-policy=lru").retention_policy == "lru"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--pin-lease-seconds=11",  # the prefill engine's own margin would eat it up
+        "--retained-blocks-share=0",
+        "--retained-blocks-share=1.1",
+        "--free-blocks-share=1",
+        "--retention-policy=fifo",
+    ],
+)
+def test_shares_and_leases_that_make_no_sense_are_refused(flag: str) -> None:
+    with pytest.raises((ValidationError, SystemExit)):
+        _settings("--role=decode", flag)
+
+
 def test_environment_variables_are_overridden_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLOOP_WORKER_ROLE", "prefill")
     monkeypatch.setenv("KVLOOP_WORKER_LOG_JSON", "true")

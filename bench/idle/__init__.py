@@ -1,0 +1,1 @@
+"""What retained turns cost an engine that does nothing else."""

@@ -1,0 +1,89 @@
+"""`kvloop doctor`: what is wrong with a running stack and what to change."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from kvloop.cli import options
+from kvloop.cli.exits import FAILED
+from kvloop.cli.served_model import choose_model
+from kvloop.cli.tls import tls_of
+from kvloop.client import DEFAULT_ROUTER, Client
+from kvloop.doctor.collect import collect
+from kvloop.doctor.examine import examine
+from kvloop.doctor.facts import Probe
+from kvloop.doctor.findings import Severity
+from kvloop.doctor.probe import ProbePlan, RouterTalker, probe
+from kvloop.doctor.report import as_json, as_text
+from kvloop.inventory import DEFAULT_KVMETA
+from kvloop.tls import TlsSource
+
+
+def doctor(
+    context: typer.Context,
+    run_probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Measure pulls, with a few short conversations."),
+    ] = False,
+    probe_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of a probe.")] = 4000,
+    probe_answer_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Tokens it generates: all that is pulled where prefill cached the prompt."
+        ),
+    ] = 512,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(help="host:port of a sidecar that should be registered; may be repeated."),
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Whose conversations to look at.")] = "default",
+    model: options.ServedModel = "",
+    as_json_object: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    router: options.Router = DEFAULT_ROUTER,
+    kvmeta: options.Kvmeta = DEFAULT_KVMETA,
+) -> None:
+    """Check a running stack, and say what to change.
+
+    Looks at versions, block sizes and pairs that cannot exchange KV, side channels,
+    TTLs and leases, clocks, orphans, and whether conversations reuse anything; and
+    compares each pair's measured link with computing. Nothing is changed, except
+    that --probe runs conversations.
+
+    Exit status 1 if something is wrong.
+
+    \b
+    Examples:
+      kvloop doctor
+      kvloop doctor --probe --probe-tokens 16000
+      kvloop doctor --worker 10.0.0.5:7300 --json | jq .findings
+    """
+    tls = tls_of(context)
+    shown = None
+    if run_probe:
+        shown = _probe(router, tls, model, probe_tokens, probe_answer_tokens)
+    facts = collect(
+        router=router,
+        kvmeta=kvmeta,
+        sidecars=worker or (),
+        tenant=tenant,
+        tls=tls,
+        wall_clock=time.time,
+        probe=shown,
+    )
+    findings = examine(facts)
+    sys.stdout.write((as_json if as_json_object else as_text)(facts, findings))
+    if any(finding.severity is Severity.WRONG for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+def _probe(
+    router: str, tls: TlsSource | None, model: str, prompt_tokens: int, answer_tokens: int
+) -> Probe:
+    with Client(router, tls=tls) as client:
+        plan = ProbePlan(choose_model(client, model), prompt_tokens, answer_tokens)
+        return probe(RouterTalker(client, plan), plan, random.Random())

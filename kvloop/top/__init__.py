@@ -1,0 +1,1 @@
+"""`kvloop top`: the router's status page in a terminal."""

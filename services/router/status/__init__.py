@@ -1,0 +1,1 @@
+"""The status page: what this router sees, for people."""

@@ -1,0 +1,132 @@
+"""The stack of docker-compose.yml, as a person would run it, under a name of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.compose.commands import docker, run, succeeds
+from tests.compose.waiting import until
+
+_log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).parents[2]
+PROJECT = "kvloop-compose-test"
+BASE_IMAGE = "kvloop-base:bookworm"
+_FILES = ("docker-compose.yml", "docker-compose.debian.yml")
+_BUILD_SECONDS = 1500.0
+_HEALTHY_SECONDS = 120.0
+_STOP_SECONDS = 120.0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Stack:
+    """One running stack. `engines` are the services of its profile."""
+
+    profile: str
+    prefill: str
+    decode: str
+    http_port: int = field(default_factory=_free_port)
+    grpc_port: int = field(default_factory=_free_port)
+    prometheus_port: int = field(default_factory=_free_port)
+
+    def compose(self, *arguments: str, seconds: float = 120) -> str:
+        """Run docker-compose on this stack."""
+        program = (
+            ["docker", "compose"]
+            if succeeds("docker", "compose", "version")
+            else ["docker-compose"]
+        )
+        files = [part for name in _FILES for part in ("--file", str(ROOT / name))]
+        environment = {
+            "KVLOOP_BASE_IMAGE": BASE_IMAGE,
+            "KVLOOP_HTTP_PORT": str(self.http_port),
+            "KVLOOP_GRPC_PORT": str(self.grpc_port),
+            "KVLOOP_PROMETHEUS_PORT": str(self.prometheus_port),
+            # So slow that a pull is worth it on any machine: see services/worker/pull_plan.py.
+            "KVLOOP_SIM_PREFILL_TOKENS_PER_SECOND": "400",
+            "KVLOOP_WORKER_PULL_GUARD": "false",
+            # The builder that every Docker has.
+            "DOCKER_BUILDKIT": "0",
+            "COMPOSE_DOCKER_CLI_BUILD": "0",
+        }
+        command = [*program, "--project-name", PROJECT, *files, "--profile", self.profile]
+        return run([*command, *arguments], seconds=seconds, environment=environment)
+
+    def build(self, *services: str) -> None:
+        """Build the images of some services."""
+        _log.info("building images, about two minutes the first time (cpu: ten)")
+        self.compose("build", *services, seconds=_BUILD_SECONDS)
+
+    def up(self, *services: str, scale: Sequence[str] = ()) -> None:
+        """Start services and wait until all are healthy."""
+        _log.info("starting %s", ", ".join(services))
+        scales = [part for each in scale for part in ("--scale", each)]
+        self.compose("up", "--detach", "--no-build", *scales, *services, seconds=300)
+        self.until_healthy()
+
+    def down(self) -> None:
+        """Remove containers, networks and volumes; images stay, as a cache."""
+        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "5", seconds=180)
+
+    def containers(self, service: str = "") -> list[str]:
+        """Ids of the containers of a service, or of all."""
+        labels = [f"label=com.docker.compose.project={PROJECT}"]
+        if service:
+            labels.append(f"label=com.docker.compose.service={service}")
+        filters = [part for label in labels for part in ("--filter", label)]
+        return docker("ps", "--all", "--quiet", "--no-trunc", *filters).split()
+
+    def health(self) -> dict[str, str]:
+        """Health of each container that has a check, by name."""
+        found = json.loads(docker("inspect", *self.containers()))
+        return {
+            each["Name"].strip("/"): each["State"]["Health"]["Status"]
+            for each in found
+            if each["State"].get("Health")
+        }
+
+    def until_healthy(self, seconds: float = _HEALTHY_SECONDS) -> None:
+        """Wait until every container is healthy."""
+        if not until(lambda: set(self.health().values()) == {"healthy"}, seconds):
+            pytest.fail(f"not healthy after {seconds:g} s: {self.health()}\n{self.logs()}")
+
+    def logs(self, lines: int = 30) -> str:
+        """The last lines of every container."""
+        return "\n".join(
+            f"--- {container[:12]}\n{docker('logs', '--tail', str(lines), container)}"
+            for container in self.containers()
+        )
+
+    def restart(self, container: str) -> None:
+        """Stop a container as Docker does, start it, and wait until it is healthy."""
+        docker("restart", container, seconds=_STOP_SECONDS)
+        self.until_healthy()
+
+    @contextmanager
+    def killed(self, *containers: str) -> Iterator[None]:
+        """Kill containers for the time of the block; afterwards all is healthy again."""
+        docker("kill", *containers)
+        try:
+            yield
+        finally:
+            docker("start", *containers)
+            self.until_healthy()
+
+    def python(self, container: str, code: str) -> str:
+        """What a line of Python prints in a container."""
+        return docker("exec", container, "python3", "-c", code)

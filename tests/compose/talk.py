@@ -1,0 +1,140 @@
+"""Conversations from outside of the stack, over both of its ports."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from kvloop.aio import AsyncClient
+from services.sim.vocabulary import WORDS
+from tests.compose.stack import Stack
+
+TURN_SECONDS = 60.0
+ANSWER_TOKENS = 96
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one turn came to."""
+
+    text: str
+    pulled_tokens: int
+    miss_reason: str | None
+    prefill_worker_id: str = ""
+    decode_worker_id: str = ""
+
+
+@dataclass
+class Conversation:
+    """A conversation that goes on turn by turn."""
+
+    conversation_id: str
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, words: int = 60) -> list[dict[str, str]]:
+        """Say something new; the whole history."""
+        chosen = random.Random(f"{self.conversation_id} {len(self.messages)}")
+        text = " ".join(chosen.choices(WORDS, k=words))
+        self.messages.append({"role": "user", "content": text})
+        return self.messages
+
+    def answered(self, text: str) -> None:
+        """Take an answer into the history."""
+        self.messages.append({"role": "assistant", "content": text})
+
+
+class Talker:
+    """Sends turns to a stack.
+
+    Args:
+        grpc: kvloop's own client.
+        http: for the OpenAI API.
+        url: base of that API.
+        model: served model name.
+    """
+
+    def __init__(
+        self, grpc: AsyncClient, http: aiohttp.ClientSession, url: str, model: str
+    ) -> None:
+        self._grpc = grpc
+        self._http = http
+        self._url = url
+        self._model = model
+
+    async def over_grpc(self, conversation: Conversation) -> Said:
+        """One turn of a conversation with an id, streamed."""
+        answer = self._grpc.chat(
+            conversation.ask(),
+            model=self._model,
+            conversation_id=conversation.conversation_id,
+            max_tokens=ANSWER_TOKENS,
+            extra_body={"ignore_eos": True},
+            timeout_seconds=TURN_SECONDS,
+        )
+        async with answer:
+            done = await answer.collect()
+        conversation.answered(done.text)
+        receipt = done.receipt
+        return Said(
+            done.text,
+            receipt.pulled_tokens,
+            receipt.miss_reason,
+            receipt.prefill_worker_id,
+            receipt.decode_worker_id,
+        )
+
+    async def over_http(self, conversation: Conversation) -> Said:
+        """One turn of a conversation that is known by its history alone, whole."""
+        async with self._http.post(
+            f"{self._url}/v1/chat/completions", json=self._body(conversation)
+        ) as reply:
+            assert reply.status == 200, await reply.text()
+            body = await reply.json()
+            headers = reply.headers
+        text = body["choices"][0]["message"]["content"]
+        conversation.answered(text)
+        reason = headers.get("x-kvloop-miss-reason")
+        return Said(text, int(headers["x-kvloop-pulled-tokens"]), reason)
+
+    async def streamed_over_http(self, conversation: Conversation) -> Said:
+        """The same, as server-sent events; what was pulled is not told."""
+        text = ""
+        body = {**self._body(conversation), "stream": True}
+        async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as reply:
+            assert reply.status == 200, await reply.text()
+            ended = False
+            async for line in reply.content:
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    ended = True
+                elif data:
+                    event = json.loads(data)
+                    assert "error" not in event, event
+                    text += event["choices"][0]["delta"].get("content") or ""
+        assert ended, "the stream broke off"
+        conversation.answered(text)
+        return Said(text, 0, None)
+
+    def _body(self, conversation: Conversation) -> dict[str, object]:
+        return {
+            "model": self._model,
+            "messages": conversation.ask(),
+            "max_tokens": ANSWER_TOKENS,
+            "ignore_eos": True,
+        }
+
+
+@asynccontextmanager
+async def talker(stack: Stack, model: str) -> AsyncIterator[Talker]:
+    """Clients of both ports, closed on exit."""
+    timeout = aiohttp.ClientTimeout(total=TURN_SECONDS)
+    async with (
+        AsyncClient(f"127.0.0.1:{stack.grpc_port}", api_key="") as grpc,
+        aiohttp.ClientSession(timeout=timeout) as http,
+    ):
+        yield Talker(grpc, http, f"http://127.0.0.1:{stack.http_port}", model)

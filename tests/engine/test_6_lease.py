@@ -1,0 +1,252 @@
+"""Retained KV as a lease, on a real decode engine: released, renewed, evicted, never orphaned.
+
+Leases last 20 s here, and conversations are retained for 120 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
+
+from kvloop import rpc
+from kvloop.common.v1 import common_pb2
+from kvloop.errors import KvloopError
+from kvloop.inventory import list_workers
+from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
+from tests.engine.conftest import MODEL, World
+from tests.engine.engines import eventually
+from tests.engine.leased import LEASE_SECONDS, NUM_BLOCKS, WORKER_ID, LeasedDecode, leased_decode
+from tests.engine.turns import ANSWER, first_turn, generate
+
+REUSED_AFTER_SECONDS = 45
+TOKENS = 2000
+
+
+@dataclass
+class Early:
+    """A conversation that was retained before everything else happened."""
+
+    conversation: str
+    history: list[int]
+    since: float
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def decode(world: World, model_directory: Path) -> AsyncIterator[LeasedDecode]:
+    """The decode engine with short leases."""
+    async with leased_decode(world, model_directory) as leased:
+        yield leased
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def early(world: World, decode: LeasedDecode) -> Early:
+    """Retained at the start, reused at the end."""
+    conversation = world.conversation()
+    history = await first_turn(world, conversation)
+    return Early(conversation, history, asyncio.get_running_loop().time())
+
+
+@contextlib.asynccontextmanager
+async def _ledger(world: World) -> AsyncIterator[ledger_pb2_grpc.LedgerServiceAsyncStub]:
+    async with rpc.open_channel(world.stack.kvmeta_address) as channel:
+        stub: ledger_pb2_grpc.LedgerServiceAsyncStub = ledger_pb2_grpc.LedgerServiceStub(channel)
+        yield stub
+
+
+def _key(conversation: str) -> common_pb2.ConversationKey:
+    return common_pb2.ConversationKey(tenant="default", model=MODEL, conversation_id=conversation)
+
+
+async def _end(world: World, conversation: str, history: list[int]) -> None:
+    assert (await world.client.end_conversation(conversation, model=MODEL)).released
+
+
+async def _expire(world: World, conversation: str, history: list[int]) -> None:
+    async with _ledger(world) as ledger:
+        await ledger.ExtendConversation(
+            ledger_pb2.ExtendConversationRequest(
+                key=_key(conversation), ttl=Duration(nanos=100_000_000)
+            )
+        )
+    await asyncio.sleep(0.1)  # its time; what follows is the release
+
+
+async def _supersede(world: World, conversation: str, history: list[int]) -> None:
+    async with _ledger(world) as ledger:
+        found = await ledger.GetConversation(
+            ledger_pb2.GetConversationRequest(key=_key(conversation))
+        )
+        await ledger.CommitTurn(
+            ledger_pb2.CommitTurnRequest(
+                key=_key(conversation),
+                request_id=f"newer-{conversation}"[:64],
+                turn=found.conversation.turn + 1,
+                worker_id=WORKER_ID,
+                engine=await _engine(world),
+                transfer_params_json=b'{"remote_request_id":"elsewhere"}',
+                engine_ttl=Duration(seconds=10),
+            )
+        )
+
+
+async def _engine(world: World) -> common_pb2.EngineRef:
+    entries = await asyncio.to_thread(lambda: list(list_workers(world.stack.kvmeta_address)))
+    return next(e.worker.engine for e in entries if e.worker.worker_id == WORKER_ID)
+
+
+async def _mismatch(world: World, conversation: str, history: list[int]) -> None:
+    done = await world.client.generate(
+        [history[0] ^ 1, *history[1:]], model=MODEL, conversation_id=conversation, max_tokens=1
+    ).collect()
+    assert done.receipt.miss_reason == "PREFIX_MISMATCH"
+    await world.client.end_conversation(conversation, model=MODEL)
+
+
+RELEASES: dict[str, Callable[[World, str, list[int]], Awaitable[None]]] = {
+    "ended": _end,
+    "expired": _expire,
+    "superseded": _supersede,
+    "mismatch": _mismatch,
+}
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize("cause", RELEASES)
+async def test_what_nobody_wants_any_more_is_free_within_2_s(
+    world: World, decode: LeasedDecode, cause: str
+) -> None:
+    before = await decode.blocks()
+    conversation = world.conversation()
+    history = await first_turn(world, conversation, TOKENS)
+    assert await decode.blocks() >= before + TOKENS // 32
+    await RELEASES[cause](world, conversation, history)
+    await decode.down_to(before, f"its blocks are freed: {cause}")
+
+
+async def test_a_turn_whose_client_leaves_is_free_within_2_s(
+    world: World, decode: LeasedDecode
+) -> None:
+    before = await decode.blocks()
+    async with world.client.generate(
+        world.tokens(TOKENS), model=MODEL, conversation_id=world.conversation(), max_tokens=2000
+    ) as answer:
+        async for _ in answer:
+            break
+    await decode.down_to(before, "an abandoned turn's blocks are freed")
+
+
+async def test_a_turn_that_the_ledger_did_not_get_is_free_within_2_s(
+    world: World, decode: LeasedDecode
+) -> None:
+    before = await decode.blocks()
+    world.stack.kill("kvmeta")
+    try:
+        done = await generate(world, world.tokens(TOKENS), world.conversation())
+        assert done.receipt.retain_outcome == "LEDGER_UNAVAILABLE"
+        await decode.down_to(before, "a turn without a row is freed")
+    finally:
+        await world.stack.start("kvmeta")
+
+
+async def _stream(world: World, conversation: str) -> asyncio.Task[bool]:
+    """A turn that is answering; its result says whether it came to its end."""
+    begun = asyncio.Event()
+    prompt = world.tokens(300)
+
+    async def run() -> bool:
+        answer = world.client.generate(
+            prompt,
+            model=MODEL,
+            conversation_id=conversation,
+            max_tokens=60,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+        )
+        try:
+            async for _ in answer:
+                begun.set()
+        except KvloopError:
+            return False
+        done = await answer.collect()
+        assert done.token_ids == await world.prefill.recompute_prompt(prompt, 60)
+        return True
+
+    task = asyncio.create_task(run(), name="stream")
+    await begun.wait()
+    return task
+
+
+async def test_kill_9_in_the_middle_of_a_turn_leaves_no_orphans(
+    world: World, decode: LeasedDecode, early: Early
+) -> None:
+    """Of the router, of kvmeta, of the sidecar; the engine goes on each time."""
+    turn = await _stream(world, world.conversation())
+    world.stack.kill("router")
+    await turn
+    await world.stack.start("router")
+
+    turn = await _stream(world, world.conversation())
+    world.stack.kill("kvmeta")
+    await turn
+    await world.stack.start("kvmeta")
+
+    turn = await _stream(world, world.conversation())
+    decode.kill()
+    assert not await turn
+    await decode.start()
+
+    await asyncio.sleep(LEASE_SECONDS + 1)
+    info, owned = await decode.info(), await decode.owned()
+    assert info.orphan_pins == 0
+    assert info.retained_pins == len(owned) <= 3
+    assert early.conversation in {pin.conversation.key.conversation_id for pin in owned}
+    assert await decode.blocks() <= info.retained_blocks
+
+
+async def test_a_turn_is_reused_after_more_than_two_leases_and_kills_and_is_exact(
+    world: World, decode: LeasedDecode, early: Early
+) -> None:
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(max(0.0, early.since + REUSED_AFTER_SECONDS - loop.time()))
+    (pin,) = [
+        pin
+        for pin in await decode.owned()
+        if pin.conversation.key.conversation_id == early.conversation
+    ]
+    assert pin.engine_remaining.seconds <= LEASE_SECONDS < REUSED_AFTER_SECONDS <= pin.age.seconds
+    assert pin.num_bytes > 0
+    await world.prefill.forget_prefixes()
+    pulled = await world.prefill.pulled_tokens()
+    prompt = [*early.history, *world.tokens(20)]
+    done = await generate(world, prompt, early.conversation)
+    assert done.receipt.pulled_tokens == await world.prefill.pulled_tokens() - pulled > 0
+    assert done.receipt.miss_reason is None
+    assert done.token_ids == await world.prefill.recompute_prompt(prompt, ANSWER)
+
+
+async def test_retained_kv_gives_way_to_new_work(world: World, decode: LeasedDecode) -> None:
+    conversations = [world.conversation() for _ in range(4)]
+    for conversation in conversations:
+        await first_turn(world, conversation, 3000)
+
+    async def within_budget() -> bool:
+        return (await decode.info()).retained_blocks <= NUM_BLOCKS // 2
+
+    await eventually(within_budget, "no more than half is retained", seconds=3)
+    kept = {pin.conversation.key.conversation_id for pin in await decode.owned()}
+    assert conversations[0] not in kept
+    assert conversations[-1] in kept
+
+    # It needs more than what is free while the others are retained.
+    assert await decode.blocks() + 14_000 // 32 > NUM_BLOCKS
+    large = await generate(world, world.tokens(14_000), world.conversation())
+    assert len(large.token_ids) == ANSWER
+    still = {pin.conversation.key.conversation_id for pin in await decode.owned()}
+    assert len(kept - still) >= 1

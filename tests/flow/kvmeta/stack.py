@@ -1,0 +1,95 @@
+"""Router, sidecars and simulated engines in this process, over a kvmeta of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvloop.aio import AsyncClient
+from kvloop.receipts import Receipt
+from services.router import app as router_app
+from services.router.settings import RouterSettings
+from services.worker import app as worker_app
+from services.worker.settings import WorkerSettings
+from tests.contract.kvmeta_process import run_kvmeta
+from tests.flow.sim.engines import MODEL, engine, poll
+
+# Long enough that a turn which pulls is told from one that does not.
+PREAMBLE = "tell me about the river and the mountain " * 20
+
+
+@dataclass
+class Turn:
+    """What a client saw of one turn."""
+
+    receipt: Receipt
+    seconds: float
+    """From the request to the end of the answer."""
+
+    @property
+    def reused(self) -> bool:
+        """Retained KV was pulled."""
+        return self.receipt.pulled_tokens > 0
+
+
+@dataclass
+class Talk:
+    """One conversation of a client that knows nothing of ledgers."""
+
+    client: AsyncClient
+    name: str
+    history: list[dict[str, str]] = field(
+        default_factory=lambda: [{"role": "user", "content": PREAMBLE}]
+    )
+
+    async def say(self) -> Turn:
+        """One turn."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        done = await self.client.chat(
+            self.history, model=MODEL, conversation_id=self.name, max_tokens=100
+        ).collect()
+        seconds = clock() - began
+        self.history += [
+            {"role": "assistant", "content": done.text},
+            {"role": "user", "content": "go on"},
+        ]
+        return Turn(done.receipt, seconds)
+
+    async def until_reuse(self) -> Turn:
+        """Turn after turn until one pulls; bounded by the test's timeout."""
+        while not (turn := await self.say()).reused:
+            pass
+        return turn
+
+
+@asynccontextmanager
+async def stack(tmp_path: Path, database_url: str) -> AsyncIterator[AsyncClient]:
+    """One prefill and one decode worker with the settings that people get."""
+    async with AsyncExitStack() as exits:
+        kvmeta = await exits.enter_async_context(run_kvmeta(database_url))
+        address = f"127.0.0.1:{kvmeta.port}"
+        for role in ("prefill", "decode"):
+            socket = tmp_path / f"{role}.sock"
+            served = await exits.enter_async_context(engine(role=role, events_socket=str(socket)))
+            values: dict[str, Any] = {
+                "role": role,
+                "worker_id": f"{role}-0",
+                "listen": "127.0.0.1:0",
+                "kvmeta": address,
+                "engine_url": served.url,
+                "events_socket": socket,
+                "engine_poll_seconds": 60,
+                "grace_seconds": 0.1,
+            }
+            await exits.enter_async_context(worker_app.build(WorkerSettings(**values)))
+        settings = RouterSettings(
+            listen="127.0.0.1:0", gateway_listen="", kvmeta=address, shutdown_grace_seconds=0
+        )
+        router = await exits.enter_async_context(router_app.build(settings))
+        await poll(lambda: [m for m in router.pool.models() if m.prefill and m.decode])
+        yield await exits.enter_async_context(AsyncClient(f"127.0.0.1:{router.port}"))

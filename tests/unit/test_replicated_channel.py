@@ -1,0 +1,119 @@
+"""Calls to a name of several replicas go to those that are healthy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+
+from kvloop import rpc
+from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
+from services.common.rpc_server import Drain, serve
+
+
+class _Ledger(ledger_pb2_grpc.LedgerServiceServicer):
+    """Says in each answer which replica it is."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    async def TakeHandle(self, request, context):
+        return ledger_pb2.TakeHandleResponse(turn=self._number)
+
+
+@asynccontextmanager
+async def _replica(number: int, drain: Drain) -> AsyncIterator[int]:
+    servicer = _Ledger(number)  # type: ignore[abstract]
+    async with serve(
+        "127.0.0.1:0",
+        lambda server: ledger_pb2_grpc.add_LedgerServiceServicer_to_server(servicer, server),
+        [],
+        grace_seconds=5,
+        drain=drain,
+    ) as port:
+        yield port
+
+
+def _name_of(*ports: int) -> str:
+    """One target of several addresses, as a DNS name would give."""
+    return "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
+
+
+async def _ask(stub: Any, times: int) -> Counter[int]:
+    request = ledger_pb2.TakeHandleRequest()
+    return Counter([(await stub.TakeHandle(request)).turn for _ in range(times)])
+
+
+async def test_calls_go_round_the_replicas() -> None:
+    async with (
+        _replica(1, Drain()) as first,
+        _replica(2, Drain()) as second,
+        rpc.open_channel(_name_of(first, second), replicated=True) as channel,
+    ):
+        stub = ledger_pb2_grpc.LedgerServiceStub(channel)
+        async with asyncio.timeout(20):
+            while (await _ask(stub, 4)).keys() != {1, 2}:  # the second may connect later
+                pass
+        assert await _ask(stub, 10) == {1: 5, 2: 5}
+
+
+async def test_no_call_fails_while_a_replica_leaves() -> None:
+    left = asyncio.Event()
+
+    async def until_clients_have_turned(seconds: float) -> None:
+        async with asyncio.timeout(20):
+            while 1 in await _ask(stub, 4):
+                pass
+
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(_replica(2, Drain()))
+        async with AsyncExitStack() as leaving:
+            drain = Drain(1, sleep=until_clients_have_turned)
+            port = await leaving.enter_async_context(_replica(1, drain))
+            channel = await stack.enter_async_context(
+                rpc.open_channel(_name_of(port, other), replicated=True)
+            )
+            stub = ledger_pb2_grpc.LedgerServiceStub(channel)
+            async with asyncio.timeout(20):
+                while (await _ask(stub, 4)).keys() != {1, 2}:
+                    pass
+
+            async def keep_asking() -> Counter[int]:
+                seen: Counter[int] = Counter()
+                while not left.is_set():
+                    seen += await _ask(stub, 1)
+                return seen
+
+            async with asyncio.TaskGroup() as tasks:
+                asking = [tasks.create_task(keep_asking()) for _ in range(4)]
+                await leaving.aclose()
+                left.set()
+        answered = sum((task.result() for task in asking), Counter())
+        assert answered[2] > 0
+        assert await _ask(stub, 4) == {2: 4}
+
+
+async def test_calls_fail_at_once_when_the_only_replica_is_leaving() -> None:
+    codes: list[grpc.StatusCode] = []
+
+    async def until_a_call_has_failed(seconds: float) -> None:
+        async with asyncio.timeout(20):
+            while not codes:
+                try:
+                    await _ask(stub, 1)
+                except grpc.aio.AioRpcError as error:
+                    codes.append(error.code())
+
+    drain = Drain(1, sleep=until_a_call_has_failed)
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(_replica(1, drain))
+        async with rpc.open_channel(_name_of(port), replicated=True) as channel:
+            stub = ledger_pb2_grpc.LedgerServiceStub(channel)
+            assert await _ask(stub, 2) == {1: 2}
+            await stack.aclose()
+
+    assert codes == [grpc.StatusCode.UNAVAILABLE]
