@@ -107,7 +107,7 @@ def finished_event(turn_id: str, number: int, body_bytes: int) -> bytes:
     handle = _HANDLES[tokens].replace(b"REQUEST", b"cmpl-%d" % number)
     return (
         b'{"type":"finished","turn_id":"%s","retained":true,"num_tokens":%d,"num_blocks":%d,'
-        b'"ttl_seconds":480.0,"params":%s}\n'
+        b'"ttl_seconds":30.0,"params":%s}\n'
         % (turn_id.encode(), tokens, -(-tokens // _BLOCK_SIZE), handle)
     )
 

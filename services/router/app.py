@@ -23,6 +23,7 @@ from services.router.deadline import Clock
 from services.router.decode_leg import DecodeLeg
 from services.router.explain import Explainer
 from services.router.gateway import server as gateway
+from services.router.gateway.conversations import ConversationPages
 from services.router.gateway.http import BodyLimits
 from services.router.gateway.pages import Pages
 from services.router.gateway.requests import ReadingRules
@@ -205,6 +206,7 @@ async def build(
                         settings,
                         reception,
                         pages,
+                        ConversationPages(reception, pool, ledger, timeout_seconds=ledger_timeout),
                         StatusPages(
                             reception.caller, feed, max_viewers=settings.status_max_viewers
                         ),
@@ -246,7 +248,11 @@ def _body_limits(settings: RouterSettings) -> BodyLimits:
 
 
 def _gateway_app(
-    settings: RouterSettings, reception: Reception, pages: Pages, status: StatusPages
+    settings: RouterSettings,
+    reception: Reception,
+    pages: Pages,
+    conversations: ConversationPages,
+    status: StatusPages,
 ) -> ASGIApp:
     rules = ReadingRules(
         derive_conversations=settings.derive_conversations,
@@ -256,7 +262,8 @@ def _gateway_app(
         path: TurnEndpoint(api, reception, rules, body_limits=_body_limits(settings))
         for path, api in gateway.TURN_PATHS.items()
     }
-    return gateway.build_app(turns, pages, status.routes() if settings.status_page else ())
+    more = [*conversations.routes(), *(status.routes() if settings.status_page else ())]
+    return gateway.build_app(turns, pages, more)
 
 
 def _pipeline(

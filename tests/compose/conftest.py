@@ -59,7 +59,7 @@ def sim_stack(docker_daemon: None) -> Iterator[Stack]:
 def cpu_stack(docker_daemon: None) -> Iterator[Stack]:
     """vLLM on the CPU, one engine for each leg."""
     with _running(
-        Stack("cpu", "prefill-cpu", "decode-cpu"),
+        Stack("cpu", "prefill-cpu", "decode-cpu", healthy_seconds=900),
         *("router", "front", "prefill-cpu", "decode-cpu"),
         scale=(),
     ) as stack:

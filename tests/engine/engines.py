@@ -73,6 +73,13 @@ class EngineProbe:
         body = await self._post("/v1/chat/completions", {"messages": list(messages)}, max_tokens)
         return tuple(body["choices"][0]["token_ids"])
 
+    async def chat_leg(
+        self, messages: Sequence[dict[str, Any]], params: dict[str, Any], max_tokens: int
+    ) -> dict[str, Any]:
+        """One leg of a chat, as a router of one's own would run it: the whole reply."""
+        fields = {"messages": list(messages), "kv_transfer_params": params}
+        return await self._post("/v1/chat/completions", fields, max_tokens)
+
     async def _post(self, path: str, fields: dict[str, Any], max_tokens: int) -> dict[str, Any]:
         request = {
             **fields,

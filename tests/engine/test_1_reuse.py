@@ -85,6 +85,21 @@ async def test_a_long_chat_that_decode_gets_as_token_ids_is_exact(world: World) 
     assert done.receipt.pulled_tokens > 900
 
 
+async def test_decode_takes_the_token_ids_that_prefill_hands_over(world: World) -> None:
+    """What decode answers shows that it read them: its own messages are others."""
+    messages = [{"role": "user", "content": world.words(120)}]
+    asked = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "kvloop_hand_token_ids_over": True,
+    }
+    handed = (await world.prefill.chat_leg(messages, asked, 1))["kv_transfer_params"]
+    others = [{"role": "user", "content": "hello"}]
+    reply = await world.decode.chat_leg(others, {**handed, "kvloop_retain": False}, ANSWER)
+    expected = await world.prefill.recompute_chat(messages, ANSWER)
+    assert tuple(reply["choices"][0]["token_ids"]) == expected
+
+
 async def test_warm_prefill_pulls_only_what_its_cache_lacks(world: World) -> None:
     conversation = world.conversation()
     history = await first_turn(world, conversation)

@@ -126,4 +126,5 @@ async def test_closing_a_stream_stops_both_engines(tmp_path: Path) -> None:
             await stream.close()
             await stack.settled()
             await eventually(lambda: stack.count("turns_total", outcome="cancelled"))
-        assert (await stack.decode.state())["pins"] == []
+        # Broken off like at a stop string; the sidecar, which knows better, frees it.
+        await stack.decode.until(lambda state: state["pins"] == [])

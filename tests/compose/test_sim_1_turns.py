@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from tests.compose import prometheus
+from tests.compose.commands import docker
 from tests.compose.engines import pulled_tokens
 from tests.compose.stack import ROOT, Stack
 from tests.compose.talk import Conversation, Talker
@@ -20,6 +21,18 @@ def test_every_container_is_healthy(sim_stack: Stack) -> None:
     assert set(health.values()) == {"healthy"}
     for service, count in (("router", 2), ("kvmeta", 2), ("decode", 2), ("prometheus", 1)):
         assert len(sim_stack.containers(service)) == count
+
+
+@pytest.mark.parametrize("service", ["router", "kvmeta"])
+def test_images_without_an_engine_are_small_and_run_as_nobody_special(
+    sim_stack: Stack, service: str
+) -> None:
+    (container, *_) = sim_stack.containers(service)
+    image = docker("inspect", "--format", "{{.Image}}", container)
+    size, user = docker("inspect", "--format", "{{.Size}} {{.Config.User}}", image).split()
+
+    assert int(size) < 250_000_000
+    assert user == "kvloop"
 
 
 async def test_the_second_turn_over_grpc_pulls_what_the_engine_says_it_pulled(
