@@ -47,8 +47,10 @@ test: setup ## all tests, those on real engines included
 	python -m pytest $(ARGS)
 
 test-compose: setup ## images, stacks of containers, kills and restarts (sim: 7 minutes)
-	KVLOOP_COMPOSE_PROFILES='$(PROFILES)' python -m pytest tests/compose \
-	  -o log_cli=true --log-cli-level=INFO $(ARGS)
+	for profile in $(PROFILES); do \
+	  KVLOOP_COMPOSE_PROFILE=$$profile python -m pytest tests/compose \
+	    -o log_cli=true --log-cli-level=INFO $(ARGS); \
+	done
 
 test-versions: setup ## the connector against the sources of other vLLM versions
 	KVLOOP_VLLM_SOURCES=$$(.ci/vllm-sources) python -m pytest tests/versions $(ARGS)

@@ -1,7 +1,7 @@
 """One stack for all tests of a profile.
 
-Collected only for `make test-compose`, which sets KVLOOP_COMPOSE_PROFILES: building
-images and running a Docker daemon is nothing to do in passing.
+Collected only for `make test-compose`, which names a profile in KVLOOP_COMPOSE_PROFILE:
+building images and running a Docker daemon is nothing to do in passing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ from tests.compose.daemon import running_daemon
 from tests.compose.stack import BASE_IMAGE, ROOT, Stack
 from tests.compose.talk import Talker, talker
 
-PROFILES = os.environ.get("KVLOOP_COMPOSE_PROFILES", "").split()
-collect_ignore_glob = [
-    name
-    for profile, name in (("sim", "test_sim_*.py"), ("cpu", "test_cpu_*.py"))
-    if profile not in PROFILES
-]
+PROFILE = os.environ.get("KVLOOP_COMPOSE_PROFILE", "")
+collect_ignore_glob = [f"test_{profile}_*.py" for profile in ("sim", "cpu") if profile != PROFILE]
 
 
 @pytest.fixture(scope="session")

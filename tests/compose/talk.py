@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ class Said:
     miss_reason: str | None
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass
@@ -119,6 +120,42 @@ class Talker:
         assert ended, "the stream broke off"
         conversation.answered(text)
         return Said(text, 0, None)
+
+    async def tokens_over_grpc(self, conversation_id: str, prompt: Sequence[int]) -> Said:
+        """One turn in token ids, which come back as they were said."""
+        answer = self._grpc.generate(
+            prompt,
+            model=self._model,
+            conversation_id=conversation_id,
+            max_tokens=ANSWER_TOKENS,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+            timeout_seconds=TURN_SECONDS,
+        )
+        async with answer:
+            done = await answer.collect()
+        receipt = done.receipt
+        return Said(done.text, receipt.pulled_tokens, receipt.miss_reason, token_ids=done.token_ids)
+
+    async def tokens_over_http(self, conversation_id: str, prompt: Sequence[int]) -> Said:
+        """The same over HTTP."""
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "conversation_id": conversation_id,
+            "max_tokens": ANSWER_TOKENS,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        async with self._http.post(f"{self._url}/v1/completions", json=body) as reply:
+            assert reply.status == 200, await reply.text()
+            choice = (await reply.json())["choices"][0]
+            headers = reply.headers
+        return Said(
+            choice["text"],
+            int(headers["x-kvloop-pulled-tokens"]),
+            headers.get("x-kvloop-miss-reason"),
+            token_ids=tuple(choice["token_ids"]),
+        )
 
     def _body(self, conversation: Conversation) -> dict[str, object]:
         return {
