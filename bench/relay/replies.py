@@ -133,7 +133,7 @@ def hello(role: str) -> bytes:
         "side_channel_host": "127.0.0.1",
         "side_channel_port": 5600,
         "max_model_len": 1_000_000,
-        "num_kv_blocks": 100_000,
+        "num_kv_blocks": 1_000_000_000,  # retained turns never need to make room
         "bidirectional_kv_xfer": True,
         "decoder_kv_blocks_ttl": 480.0,
         "kv_recompute_threshold": 64,
