@@ -15,7 +15,7 @@ one pass of the hash over the tokens. The others are only needed to find where a
 prompt leaves the sequence, by bisection.
 
 Only the standard library is used: this module runs inside vLLM's scheduler.
-Cost of 33k tokens in blocks of 16 on one x86 core: 0.7 ms to make the proof, 0.4 ms
+Cost of 33k tokens in blocks of 16 on one x86 core: 0.8 ms to make the proof, 0.7 ms
 to compare a prompt with it.
 """
 
