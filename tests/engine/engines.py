@@ -57,9 +57,18 @@ class EngineProbe:
         return await self.counter("vllm:kv_cache_usage_perc")
 
     async def forget_prefixes(self) -> None:
-        """Empty the prefix cache, as on a prefill node that never saw the conversation."""
-        async with self._session.post(f"{self.url}/reset_prefix_cache") as response:
-            assert response.status == 200, await response.text()
+        """Empty the prefix cache, as on a prefill node that never saw the conversation.
+
+        vLLM refuses while any block is in use, and frees what decode has read
+        only in its next step: so this asks until it is done.
+        """
+
+        async def forgotten() -> bool:
+            async with self._session.post(f"{self.url}/reset_prefix_cache") as response:
+                assert response.status == 200, await response.text()
+                return (await response.json())["success"] is True
+
+        await eventually(forgotten, "the prefix cache is empty")
 
     async def recompute_prompt(self, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
         """Greedy answer to token ids, everything computed here and now."""
