@@ -2,6 +2,7 @@
 # packages, generated protobuf code, and a tiny model. Stamps make later runs skip
 # what is done. `make help` lists the targets.
 
+.NOTPARALLEL:
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -15,6 +16,8 @@ MODEL ?= .models/tiny
 ENGINE ?= $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
 # Stacks of docker-compose.yml that `make test-compose` runs: sim, cpu or both.
 PROFILES ?= sim
+# Tests at once, of those that use no real engines; many of them wait more than they work.
+JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 # Further arguments: `make test ARGS='-k ledger'`, `make up ARGS='--prefill 2'`.
 ARGS ?=
 
@@ -28,7 +31,7 @@ PROTOS := $(shell find protos -name '*.proto')
 # protoc finds its plugins, and child processes find this Python, on the path.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo up test test-compose test-versions test-fast lint protos setup clean
+.PHONY: help demo up test test-fast test-engine test-versions test-compose lint protos setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -41,10 +44,20 @@ demo: setup ## one conversation with reuse off and on, in a table (about 2 minut
 up: setup ## a whole stack on this machine, until Ctrl-C
 	kvloop up --model '$(MODEL)' $(ARGS)
 
-# Random cases of the gateway's fuzz tests; 10,000 take about 30 s.
-test: export KVLOOP_FUZZ_CASES ?= 10000
-test: setup ## all tests, those on real engines included
+test: setup ## all tests, those on real engines included; with ARGS, some of them
+ifeq ($(ARGS),)
+	@$(MAKE) --no-print-directory --keep-going test-fast test-engine
+else
 	python -m pytest $(ARGS)
+endif
+
+# Random cases of the gateway's fuzz tests; 10,000 take about 30 s.
+test-fast: export KVLOOP_FUZZ_CASES ?= 10000
+test-fast: setup ## all tests but those on real engines
+	python -m pytest -n $(JOBS) --dist worksteal --ignore=tests/engine $(ARGS)
+
+test-engine: setup ## the tests on real engines
+	python -m pytest tests/engine $(ARGS)
 
 test-compose: setup ## images, stacks of containers, kills and restarts (sim: 7 minutes)
 	for profile in $(PROFILES); do \
@@ -54,9 +67,6 @@ test-compose: setup ## images, stacks of containers, kills and restarts (sim: 7 
 
 test-versions: setup ## the connector against the sources of other vLLM versions
 	KVLOOP_VLLM_SOURCES=$$(.ci/vllm-sources) python -m pytest tests/versions $(ARGS)
-
-test-fast: setup ## all tests but those on real engines
-	python -m pytest --ignore=tests/engine $(ARGS)
 
 lint: setup .tools/buf-$(BUF_VERSION) ## formatting, style, types, protos, import rules
 	ruff format --check

@@ -16,6 +16,7 @@ from kvloop.requests import Sampling, chat_request, generate_request
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from kvloop.routes import EndedConversation, ModelInfo, Route, parse_models, parse_route
 from kvloop.tls import TlsSource
+from kvloop.trace_context import trace_context
 
 if TYPE_CHECKING:
     Event = router_pb2.ChatResponse | router_pb2.GenerateResponse
@@ -149,7 +150,9 @@ class AsyncClient:
             disable_reuse=disable_reuse,
         )
         return AsyncAnswer(
-            self._stub.Chat(request, timeout=timeout_seconds, metadata=self._metadata)
+            self._stub.Chat(
+                request, timeout=timeout_seconds, metadata=(*self._metadata, *trace_context())
+            )
         )
 
     def generate(
@@ -175,7 +178,9 @@ class AsyncClient:
             disable_reuse=disable_reuse,
         )
         return AsyncAnswer(
-            self._stub.Generate(request, timeout=timeout_seconds, metadata=self._metadata)
+            self._stub.Generate(
+                request, timeout=timeout_seconds, metadata=(*self._metadata, *trace_context())
+            )
         )
 
     async def end_conversation(self, conversation_id: str, *, model: str) -> EndedConversation:

@@ -16,6 +16,7 @@ from kvloop.requests import Sampling, chat_request, generate_request
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from kvloop.routes import EndedConversation, ModelInfo, Route, parse_models, parse_route
 from kvloop.tls import TlsSource
+from kvloop.trace_context import trace_context
 
 DEFAULT_ROUTER = "127.0.0.1:7100"
 UNARY_TIMEOUT_SECONDS = 10.0
@@ -109,7 +110,8 @@ class Client:
     """Talks to a kvloop router.
 
     A client holds one connection and may be shared by threads. Every method
-    raises classes of `kvloop.errors`, never gRPC's own.
+    raises classes of `kvloop.errors`, never gRPC's own. Where the caller uses
+    OpenTelemetry, turns belong to the trace of its current span.
 
         from kvloop import Client
 
@@ -183,7 +185,11 @@ class Client:
             client_request_id=client_request_id,
             disable_reuse=disable_reuse,
         )
-        return Answer(self._stub.Chat(request, timeout=timeout_seconds, metadata=self._metadata))
+        return Answer(
+            self._stub.Chat(
+                request, timeout=timeout_seconds, metadata=(*self._metadata, *trace_context())
+            )
+        )
 
     def generate(
         self,
@@ -219,7 +225,9 @@ class Client:
             disable_reuse=disable_reuse,
         )
         return Answer(
-            self._stub.Generate(request, timeout=timeout_seconds, metadata=self._metadata)
+            self._stub.Generate(
+                request, timeout=timeout_seconds, metadata=(*self._metadata, *trace_context())
+            )
         )
 
     def end_conversation(self, conversation_id: str, *, model: str) -> EndedConversation:

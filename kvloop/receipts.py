@@ -10,6 +10,8 @@ from kvloop.common.v1 import common_pb2
 from kvloop.durations import to_seconds
 from kvloop.router.v1 import router_pb2
 
+_MISS_REASON = "MISS_REASON_"
+
 
 def enum_name(name_of: Callable[[Any], str], number: int, prefix: str) -> str:
     """The value's name less its prefix; its number if it is newer than this client."""
@@ -23,7 +25,13 @@ def miss_reason_name(number: int) -> str | None:
     """Name of a miss reason, such as "FIRST_TURN"; None if there was no miss."""
     if number == common_pb2.MISS_REASON_UNSPECIFIED:
         return None
-    return enum_name(common_pb2.MissReason.Name, number, "MISS_REASON_")
+    return enum_name(common_pb2.MissReason.Name, number, _MISS_REASON)
+
+
+def miss_reason_number(name: str | None) -> common_pb2.MissReason.ValueType:
+    """The miss reason of that name; unspecified if there was no miss, or none we know."""
+    known = dict(common_pb2.MissReason.items())
+    return known.get(f"{_MISS_REASON}{name}", common_pb2.MISS_REASON_UNSPECIFIED)
 
 
 @dataclass(frozen=True, slots=True)

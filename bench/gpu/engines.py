@@ -22,6 +22,8 @@ _COMPILATION = {
     "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 128, 256, 512],
 }
 """No torch.compile: it would cost minutes at each start, and no network."""
+_DECODE_GRAPHS = _COMPILATION | {"cudagraph_mode": "FULL_DECODE_ONLY"}
+"""For latent attention, whose backends have graphs for decode steps alone."""
 _COMMON = (
     *("--max-num-batched-tokens", "8192"),
     *("--max-num-seqs", "16"),
@@ -132,6 +134,8 @@ def engine_pairs() -> dict[str, EnginePair]:
     float32 = ("--dtype", "float32", "--attention-backend", "TRITON_ATTN")
     q8 = (*_DUMMY, *kv(12))
     q32 = pair("q32", "q32", (*_DUMMY, "--quantization", "fp8", *kv(21)))
+    latent = ("--compilation-config", json.dumps(_DECODE_GRAPHS))
+    a3b = pair("a3b", "a3b", (*_DUMMY, "--quantization", "fp8", *kv(8)))
     two_gpus = replace(pair("q32-two-gpus", "q32", (*_DUMMY, *kv(40))), gpus=("0", "1"))
     pairs = [
         replace(_cold(pair("tiny-float32", "tiny", (*tiny, *float32))), pull_guard=False),
@@ -142,6 +146,8 @@ def engine_pairs() -> dict[str, EnginePair]:
         _cold(pair("q8-block-128", "q8", q8, "large-blocks")),
         _cold(pair("q8-engine-default", "q8", q8, "engine-default")),
         replace(q32, decode_delay_seconds=40.0),
+        _cold(pair("v2lite", "v2lite", (*_DUMMY, *latent, *kv(6)))),
+        replace(_cold(a3b), decode_delay_seconds=40.0),
         two_gpus,
         replace(_cold(two_gpus), name="q32-two-gpus-cold"),
     ]

@@ -8,6 +8,7 @@ cd "$(dirname "$0")/../.."
 bash bench/gpu/setup.sh .gpu
 # shellcheck source=/dev/null
 . bench/gpu/environment.sh
+uname -sr # gVisor says 4.4.0: its system calls cost several times as much
 nvidia-smi --query-gpu=name,driver_version,memory.used,memory.total --format=csv,noheader || true
 status=0
 python3 -m bench.gpu.run "$@" --out "$out" --runs "$KVLOOP_GPU_DIR/runs-$1" --budget "$budget" \

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from bench.gpu.added import added
 from bench.gpu.checks import Check, check_proof, check_release
 from kvloop.bench.cells import cells
 from kvloop.bench.files import cell_record
 from kvloop.bench.outputs import OutputCheck, check_outputs
 from kvloop.bench.rounds import Progress, RoundPlan, Variant, run_rounds
 from kvloop.bench.samples import Run, Shape
-from kvloop.bench.stats import distribution
-from kvloop.bench.traffic import Traffic, TrafficPlan, traffic
+from kvloop.bench.slowdown import slowdown
+from kvloop.bench.traffic import TrafficPlan, traffic
 from kvloop.bench.transfers import HttpPrefillEngine
 from kvloop.bench.turns import TurnRunner
 
@@ -155,10 +156,10 @@ async def q8(bench: Bench, found: Outcome) -> None:
     variants = on_off(bench.ways["q8"])
     if (bare := bench.ways.get("q8-bare")) is not None:
         variants += [bare.variant("bare-on", reuse=True), bare.variant("bare-off", reuse=False)]
-    for context in (8192, 16384, 32768):
-        plan = _quick([bench.shape(context)], 9)
+    for context, repetitions in ((8192, 15), (16384, 9), (32768, 9)):
+        plan = _quick([bench.shape(context)], repetitions)
         run = found.runs[f"q8-{context}"] = await bench.rounds("q8", variants, plan)
-        found.notes += _added(run)
+        found.notes += added(run)
 
 
 async def guard(bench: Bench, found: Outcome) -> None:
@@ -199,6 +200,16 @@ async def q32(bench: Bench, found: Outcome) -> None:
     found.runs["q32-warm"] = await bench.rounds("q32-warm", variants, plan)
 
 
+async def moe(bench: Bench, found: Outcome) -> None:
+    """DeepSeek-V2-Lite's shape in bf16: experts and latent attention, prefill cold."""
+    await _cold_contexts(bench, found, "v2lite")
+
+
+async def moe_gqa(bench: Bench, found: Outcome) -> None:
+    """Qwen3-30B-A3B's shape in fp8: experts, prefill cold."""
+    await _cold_contexts(bench, found, "a3b")
+
+
 async def two_gpus(bench: Bench, found: Outcome) -> None:
     """Qwen3-32B's shape in bf16, prefill and decode each on a GPU of its own.
 
@@ -211,7 +222,7 @@ async def two_gpus(bench: Bench, found: Outcome) -> None:
     for context in (24576, 40960):
         plan = RoundPlan([bench.shape(context)], repetitions=5)
         run = found.runs[f"two-gpus-{context}"] = await bench.rounds("two-gpus", variants, plan)
-        found.notes += _added(run)
+        found.notes += added(run)
     shape = bench.shape(24576, 1024 // bench.scale, conversations=2)
     plan = RoundPlan([shape], repetitions=3, warm_ups=0, cold=False, serial_last=True)
     found.runs["two-gpus-warm"] = await bench.rounds("two-gpus-warm", on_off(ways), plan)
@@ -232,7 +243,7 @@ async def two_gpus_crowd(bench: Bench, found: Outcome) -> None:
     ) as seen:
         run = await bench.rounds("serving", on_off(ways), _quick([bench.shape(24576)], 8))
     found.runs["serving"] = run
-    found.traffic["serving"] = _slowdown(seen, run, prefill_legs_only=True)
+    found.traffic["serving"] = slowdown(seen, run, prefill_legs_only=True).record()
 
 
 PARTS = {
@@ -243,10 +254,22 @@ PARTS = {
     "crowd": Part(("q8",), crowd),
     "blocks": Part(("q8-block-128", "q8-engine-default"), blocks),
     "q32": Part(("q32",), q32),
+    "moe": Part(("v2lite",), moe),
+    "moe-gqa": Part(("a3b",), moe_gqa),
     "two-gpus": Part(("q32-two-gpus",), two_gpus),
     "two-gpus-crowd": Part(("q32-two-gpus-cold",), two_gpus_crowd),
 }
 _EIGHT = {"turns": 3, "conversations": 8, "last_answer_tokens": 64}
+
+
+async def _cold_contexts(bench: Bench, found: Outcome, name: str) -> None:
+    """Off, on, and off once more at 8k and 32k."""
+    await _meet(bench, name)
+    variants = on_off(bench.ways[name], control=True)
+    for context in (8192, 32768):
+        run = await bench.rounds(name, variants, _quick([bench.shape(context)], 5))
+        found.runs[f"{name}-{context}"] = run
+        found.outputs[f"{name}-{context}"] = check_outputs(run)
 
 
 async def _eight(bench: Bench, found: Outcome, name: str, shape: Shape) -> None:
@@ -264,7 +287,7 @@ async def _eight(bench: Bench, found: Outcome, name: str, shape: Shape) -> None:
     ) as seen:
         run = await bench.rounds("eight-traffic", on_off(ways), plan)
     found.runs["eight-traffic"] = run
-    found.traffic["eight-traffic"] = _slowdown(seen, run)
+    found.traffic["eight-traffic"] = slowdown(seen, run).record()
 
 
 async def _meet(bench: Bench, name: str) -> None:
@@ -284,55 +307,3 @@ def _quick(shapes: list[Shape], repetitions: int) -> RoundPlan:
 
 def _fresh(name: str, bench: Bench) -> str:
     return f"{name}-{bench.source.randrange(1 << 32):08x}"
-
-
-def _added(run: Run) -> list[str]:
-    """What kvloop adds to the time to the first token of the bare protocol, at the median."""
-    last = {
-        cell.variant: cell.ttft.p50
-        for cell in cells(run)
-        if cell.turn == cell.shape.turns and cell.ttft is not None
-    }
-    return [
-        f"kvloop adds {(last[variant] - last[bare]) * 1e3:.1f} ms to the bare protocol's "
-        f"{last[bare] * 1e3:.1f} ms with reuse {variant}"
-        for variant, bare in (("on", "bare-on"), ("off", "bare-off"))
-        if variant in last and bare in last
-    ]
-
-
-def _slowdown(seen: Traffic, run: Run, *, prefill_legs_only: bool = False) -> dict[str, Any]:
-    """Time between chunks of the other requests while last turns ran, off and on.
-
-    Args:
-        seen: the other requests.
-        run: the turns; of one conversation at a time if only their prefill legs count,
-            in which decode serves the pull and nothing else of the turn.
-        prefill_legs_only: leave out what came later in each round.
-    """
-    found: dict[str, Any] = {"answers": len(seen.answers), "failures": seen.failures}
-    legs = {
-        (sample.variant, sample.repetition, sample.turn): sample.result.prefill_leg_seconds
-        for sample in run.samples
-        if sample.result is not None
-    }
-    for variant in ("off", "on"):
-        rounds = [r for r in run.rounds if r.variant == variant and r.turn > 1]
-        if prefill_legs_only:
-            rounds = [
-                replace(r, seconds=legs.get((variant, r.repetition, r.turn), 0.0)) for r in rounds
-            ]
-        gaps = seen.gaps_during(rounds)
-        spread = distribution(gaps)
-        found[variant] = (
-            {
-                "count": spread.count,
-                "mean": sum(gaps) / len(gaps),
-                "p50": spread.p50,
-                "p90": spread.p90,
-                "p99": spread.p99,
-            }
-            if spread
-            else None
-        )
-    return found

@@ -17,7 +17,7 @@ tarfile.open(sys.argv[1], 'r:xz').extractall(sys.argv[2], filter='fully_trusted'
 }
 unpack "$packed/engine.tar.xz" "$work/engine" &
 unpack "$packed/kvloop.tar.xz" "$work/kvloop"
-for kind in q8 q32; do python3 "$repository/bench/gpu/models.py" $kind "$work/models/$kind" "$packed"; done
+for kind in q8 q32 a3b v2lite; do python3 "$repository/bench/gpu/models.py" $kind "$work/models/$kind" "$packed"; done
 python3 "$repository/bench/gpu/models.py" tiny "$work/models/tiny" "$packed"
 wait
 

@@ -17,6 +17,7 @@ from bench.relay.clients import (
     Connection,
     GrpcWay,
     HttpWay,
+    LegsWay,
     Timing,
     Way,
     connect,
@@ -25,9 +26,10 @@ from bench.relay.clients import (
 from bench.relay.processes import Fleet, cpu_seconds, resident_mib
 from bench.relay.prompts import Prompt
 
-WAYS = ("decode", "bare", "baseline", "http", "grpc")
+WAYS = ("decode", "bare", "baseline", "http", "grpc", "legs", "alone")
 """decode: the decode engine alone. bare: both engines, leg by leg. baseline: through the
-FastAPI relay. http, grpc: through kvloop, by either front."""
+FastAPI relay. http, grpc: through kvloop, by either front. legs: sidecars and kvmeta that
+cost next to nothing, leg by leg. alone: a router over these, by its HTTP front."""
 _WARM_UPS = 8
 """Requests before each round, so that connections are there."""
 
@@ -42,6 +44,8 @@ class Case:
         lanes: requests at once.
         requests: requests of each lane, one after the other.
         turns: turns of each conversation.
+        apart_seconds: pause of random length before each request, at most; 0: lanes
+            start in the same instant, and go on so.
     """
 
     name: str
@@ -49,16 +53,19 @@ class Case:
     lanes: int
     requests: int
     turns: int = 1
+    apart_seconds: float = 0.0
 
 
 def all_cases() -> dict[str, Case]:
     """The cases, by name."""
     cases = [
         Case("one request", prompts.small(1), 1, 200),
-        Case("8 slow streams", prompts.small(40, 20_000), 8, 5),
+        Case("8 slow streams", prompts.small(40, 20_000), 8, 4, apart_seconds=0.4),
+        Case("8 slow streams at once", prompts.small(40, 20_000), 8, 4),
         Case("64 steady streams", prompts.small(60, 20_000), 64, 1),
         Case("64 fast streams", prompts.small(400), 64, 2),
-        Case("256 fast streams", prompts.small(200), 256, 1),
+        Case("64 fast streams, one by one", prompts.small(400, burst=1), 64, 1),
+        Case("256 fast streams", prompts.small(400), 256, 1),
         Case("400 KB of messages", prompts.long_messages(4), 1, 30),
         Case("33k token ids", prompts.long_ids(4), 1, 15, turns=2),
     ]
@@ -145,6 +152,8 @@ class Runner:
     async def _run_lane(self, case: Case, way: Way) -> list[Timing]:
         timings = []
         for _ in range(case.requests):
+            if case.apart_seconds:
+                await asyncio.sleep(self._source.uniform(0, case.apart_seconds))
             prompt = case.prompt.of(self._fresh())
             timings += [await way.run(prompt) for _ in range(case.turns)]
         return timings
@@ -160,9 +169,10 @@ class Runner:
             return opened[-1]
 
         lanes: list[Way] = []
-        if way == "grpc":
-            channel = open_channel(fleet.router_port)
-            lanes += [GrpcWay(channel, clock) for _ in range(count)]
+        if way in ("grpc", "legs"):
+            channel = open_channel(fleet.router_port if way == "grpc" else fleet.services_port)
+            of_way = GrpcWay if way == "grpc" else LegsWay
+            lanes += [of_way(channel, clock) for _ in range(count)]
         for _ in range(count - len(lanes)):
             match way:
                 case "bare":
@@ -172,6 +182,8 @@ class Runner:
                     lanes.append(HttpWay(await to(fleet.decode_port), clock))
                 case "baseline":
                     lanes.append(HttpWay(await to(fleet.baseline_port), clock))
+                case "alone":
+                    lanes.append(HttpWay(await to(fleet.alone_port), clock))
                 case _:
                     lanes.append(HttpWay(await to(fleet.gateway_port), clock))
         try:

@@ -164,6 +164,27 @@ class GrpcWay:
         return timing
 
 
+class LegsWay:
+    """Both legs straight to sidecars, over gRPC. Messages are not parsed."""
+
+    def __init__(self, channel: grpc.aio.Channel, clock: Callable[[], float]) -> None:
+        self._channel = channel
+        self._clock = clock
+
+    async def run(self, prompt: Prompt) -> Timing:
+        """See Way."""
+        service = "/kvloop.worker.v1.WorkerService"
+        request = prompt.leg()
+        timing = Timing(self._clock())
+        prefill: Any = self._channel.unary_unary(f"{service}/Prefill")
+        await prefill(request)
+        decode: Any = self._channel.unary_stream(f"{service}/Decode")
+        async for _ in decode(request):
+            timing.arrivals.append(self._clock())
+        timing.ended = self._clock()
+        return timing
+
+
 def open_channel(port: int) -> grpc.aio.Channel:
-    """A channel to the router."""
+    """A channel to a server on this machine."""
     return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=rpc.OPTIONS)

@@ -4,8 +4,9 @@
 
 Prints its port. A body says how it is answered, by plain text that is searched for and
 never parsed: `"max_tokens":N` tokens, `"gap_us":N` between two of them (0: as fast as
-the reader takes them). A prefill engine answers at once, with params of the size that
-vLLM's have; a decode engine tells the sidecar about each turn that it has finished.
+the reader takes them, `"burst":N` in one write). A prefill engine answers at once, with
+params of the size that vLLM's have; a decode engine tells the sidecar about each turn that
+it has finished.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import uvloop
 from bench.relay import replies
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
-_EVENTS_AT_ONCE = 64
-"""Events that a fast stream writes before others get a turn."""
+_BURST = 64
+"""Tokens that a fast stream writes before others get a turn, if the body does not say."""
 _END = b"\r\n\r\n"
 
 
@@ -63,6 +64,7 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._left = 0
         self._gap = 0.0
+        self._burst = _BURST
         self._request = b""
         self._due = 0.0
         self._next: asyncio.Handle | None = None
@@ -114,6 +116,7 @@ class Connection(asyncio.Protocol):
             self._request = body
             self._left = replies.number_of(body, b'"max_tokens":', 16)
             self._gap = replies.number_of(body, b'"gap_us":', 0) / 1e6
+            self._burst = replies.number_of(body, b'"burst":', _BURST)
             write(replies.STREAM_HEAD)
             if self._gap:
                 self._due = self._loop.time()
@@ -124,7 +127,7 @@ class Connection(asyncio.Protocol):
     def _write_fast(self) -> None:
         if self._paused:
             return  # goes on in resume_writing
-        events = min(self._left, _EVENTS_AT_ONCE)
+        events = min(self._left, self._burst)
         self._left -= events
         if not self._left:
             self._finish(replies.TOKEN * events)

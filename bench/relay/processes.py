@@ -26,6 +26,8 @@ class Fleet:
         gateway_port: of the router's HTTP front.
         router_port: of its gRPC front.
         baseline_port: of the FastAPI relay.
+        services_port: of kvmeta and sidecars that cost next to nothing.
+        alone_port: of the HTTP front of a router over these.
     """
 
     pids: dict[str, int]
@@ -34,6 +36,8 @@ class Fleet:
     gateway_port: int
     router_port: int
     baseline_port: int
+    services_port: int
+    alone_port: int
 
 
 def cpu_seconds(pid: int) -> float:
@@ -73,18 +77,32 @@ async def fleet(logs: Path, folder: Path) -> AsyncIterator[Fleet]:
             pids[name] = process.pid
             return process
 
-        async def engine(name: str, role: str, events: str) -> int:
-            process = await start(name, "bench.relay.fake_engine", role, events)
+        async def fake(name: str, module: str, *args: str) -> int:
+            process = await start(name, f"bench.relay.{module}", *args)
             assert process.stdout is not None
             return int(await process.stdout.readline())
 
-        ports = _free_ports(6)
-        kvmeta, router, gateway, baseline, *sidecars = ports
+        async def engine(name: str, role: str, events: str) -> int:
+            return await fake(name, "fake_engine", role, events)
+
+        async def router(name: str, port: int, gateway: int, kvmeta: int) -> None:
+            await start(
+                name,
+                "services.router",
+                *("--listen", f"127.0.0.1:{port}"),
+                *("--gateway-listen", f"127.0.0.1:{gateway}"),
+                *("--kvmeta", f"127.0.0.1:{kvmeta}"),
+                "--log-json",
+            )
+
+        ports = _free_ports(8)
+        kvmeta, router_port, gateway, baseline, alone_port, alone, *sidecars = ports
         await start(
             "kvmeta",
             "services.kvmeta",
             *("--listen", f"127.0.0.1:{kvmeta}"),
             *("--database-url", f"sqlite+aiosqlite:///{folder / 'ledger.db'}"),
+            "--log-json",
         )
         for role, port in zip(("prefill", "decode"), sidecars, strict=True):
             events = str(folder / f"{role}.sock")
@@ -98,22 +116,22 @@ async def fleet(logs: Path, folder: Path) -> AsyncIterator[Fleet]:
                 *("--kvmeta", f"127.0.0.1:{kvmeta}"),
                 *("--engine-url", url),
                 *("--events-socket", events),
+                "--log-json",
             )
-        await start(
-            "router",
-            "services.router",
-            *("--listen", f"127.0.0.1:{router}"),
-            *("--gateway-listen", f"127.0.0.1:{gateway}"),
-            *("--kvmeta", f"127.0.0.1:{kvmeta}"),
-        )
+        await router("router", router_port, gateway, kvmeta)
+        services = await fake("fake services", "fake_services")
+        await router("router alone", alone_port, alone, services)
         prefill_port = await engine("bare prefill", "prefill", "-")
         decode_port = await engine("bare decode", "decode", "-")
         urls = [f"http://127.0.0.1:{port}" for port in (prefill_port, decode_port)]
         await start("baseline", "bench.relay.baseline", *urls, str(baseline))
         async with asyncio.timeout(_START_SECONDS):
             await _until_ready(gateway)
+            await _until_ready(alone)
             await _until_open(baseline)
-        yield Fleet(pids, prefill_port, decode_port, gateway, router, baseline)
+        yield Fleet(
+            pids, prefill_port, decode_port, gateway, router_port, baseline, services, alone
+        )
 
 
 @asynccontextmanager

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from bench.relay.replies import MODEL
+from kvloop.common.v1 import common_pb2
 from kvloop.router.v1 import router_pb2
+from kvloop.worker.v1 import worker_pb2
 
 _SMALL_WORDS = 150
 _WORDS = ("time", "first", "token", "block", "cache", "turn", "worker", "handle")
@@ -23,6 +25,7 @@ class Prompt:
         token_ids: of a completion.
         tokens: tokens to generate.
         gap_us: microseconds between two of them; 0: as fast as they are read.
+        burst: tokens that the engine writes at once.
         conversation: conversation id; empty for none.
         encoded: messages or token ids as JSON.
     """
@@ -32,6 +35,7 @@ class Prompt:
     tokens: int
     gap_us: int
     encoded: msgspec.Raw
+    burst: int = 64
     conversation: str = ""
 
     @property
@@ -52,14 +56,22 @@ class Prompt:
                 "stream": True,
                 "max_tokens": self.tokens,
                 "gap_us": self.gap_us,
+                "burst": self.burst,
                 **({"conversation_id": self.conversation} if self.conversation else {}),
             }
         )
 
+    def leg(self) -> bytes:
+        """For a sidecar."""
+        leg = worker_pb2.DecodeRequest(
+            turn_id=self.conversation, api=common_pb2.API_CHAT_COMPLETIONS, body_json=self.body()
+        )
+        return leg.SerializeToString()
+
     def message(self) -> tuple[str, bytes]:
         """Method of the gRPC front, and the message for it."""
         sampling = router_pb2.SamplingParams(max_tokens=self.tokens)
-        extra = b'{"gap_us":%d}' % self.gap_us
+        extra = b'{"gap_us":%d,"burst":%d}' % (self.gap_us, self.burst)
         if self.messages:
             chat = router_pb2.ChatRequest(
                 model=MODEL,
@@ -81,9 +93,9 @@ class Prompt:
         return "Generate", generate.SerializeToString()
 
 
-def small(tokens: int, gap_us: int = 0) -> Prompt:
+def small(tokens: int, gap_us: int = 0, burst: int = 64) -> Prompt:
     """A short chat."""
-    return _chat([_text(_SMALL_WORDS * 6)], tokens, gap_us)
+    return replace(_chat([_text(_SMALL_WORDS * 6)], tokens, gap_us), burst=burst)
 
 
 def long_messages(tokens: int) -> Prompt:

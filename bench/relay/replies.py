@@ -146,20 +146,21 @@ def hello(role: str) -> bytes:
     return _encode(said) + b"\n"
 
 
-TOKEN = _event(_encode(_CHUNK))
-"""One token."""
+CHUNK_JSON = _encode(_CHUNK)
+"""One token, as chunk."""
+TOKEN = _event(CHUNK_JSON)
+"""One token, as event of a stream."""
 _LAST = {**_CHUNK, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-STREAM_END = (
-    _event(_encode(_LAST))
-    + _event(_encode({**_CHUNK, "choices": [], "usage": _USAGE}))
-    + _event(b"[DONE]")
-    + b"0\r\n\r\n"
-)
+END_JSON = (_encode(_LAST), _encode({**_CHUNK, "choices": [], "usage": _USAGE}))
+"""The chunks that end an answer."""
+STREAM_END = b"".join(map(_event, (*END_JSON, b"[DONE]"))) + b"0\r\n\r\n"
 """What ends a stream."""
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
+HANDED_OVER = _encode(_params("engine-p", "cmpl-p", _SMALL_TOKENS))
+"""Params for the decode leg."""
 PREFILL_SMALL = _prefill_reply(_SMALL_TOKENS)
 PREFILL_BIG = _prefill_reply(_BIG_TOKENS)
 MODELS = _encode({"object": "list", "data": [{"id": MODEL, "max_model_len": 1_000_000}]})

@@ -12,6 +12,12 @@ from bench.relay.cases import WAYS, Round
 
 PATH = ("router", "prefill sidecar", "decode sidecar", "kvmeta")
 """The processes of kvloop."""
+_FRONTS = {
+    "baseline": ("baseline",),
+    "http": ("router",),
+    "grpc": ("router",),
+    "alone": ("router alone",),
+}
 
 
 def records(rounds: Sequence[Round]) -> list[dict[str, Any]]:
@@ -22,10 +28,14 @@ def records(rounds: Sequence[Round]) -> list[dict[str, Any]]:
         of_case = [each for each in rounds if each.case == case]
         alone = [each.ttft for each in of_case if each.way == "decode"]
         bare = [each.ttft for each in of_case if each.way == "bare"]
+        legs = [each.ttft for each in of_case if each.way == "legs"]
         for way in WAYS:
             of_way = [each for each in of_case if each.way == way]
             if of_way:
-                found.append(_record(case, way, of_way, alone, bare))
+                fakes = way in ("legs", "alone")  # other engines stand behind these
+                found.append(
+                    _record(case, way, of_way, [] if fakes else alone, legs if fakes else bare)
+                )
     return found
 
 
@@ -33,7 +43,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
     """The records for people."""
     made = Table(title="medians over rounds (least to most)")
     for heading in (
-        *("case", "way", "TTFT ms", "added to decode alone", "added to bare", "ITL ms"),
+        *("case", "way", "TTFT ms", "added to decode alone", "added to bare/legs", "ITL ms"),
         *("front µs/token", "path µs/token", "front ms/request", "path ms/request"),
         *("tokens/s per core", "router MiB"),
     ):
@@ -62,7 +72,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 def _record(
     case: str, way: str, rounds: Sequence[Round], alone: Sequence[float], bare: Sequence[float]
 ) -> dict[str, Any]:
-    front = {"baseline": ("baseline",), "http": ("router",), "grpc": ("router",)}.get(way, ())
+    front = _FRONTS.get(way, ())
     path = PATH if way in ("http", "grpc") else front
     ttft = statistics.median(each.ttft for each in rounds)
 
@@ -80,7 +90,7 @@ def _record(
         "rounds": len(rounds),
         "ttft_ms": _spread([each.ttft * 1e3 for each in rounds]),
         "added_to_decode_ms": added(alone) if way != "decode" else None,
-        "added_to_bare_ms": added(bare) if way not in ("decode", "bare") else None,
+        "added_to_bare_ms": added(bare) if way not in ("decode", "bare", "legs") else None,
         "itl_ms": statistics.median([g * 1e3 for each in rounds for g in each.gaps] or [0.0]),
         "front_us_per_token": cpu(front, lambda each: each.tokens, 1e6),
         "path_us_per_token": cpu(path, lambda each: each.tokens, 1e6),

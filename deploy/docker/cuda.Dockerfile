@@ -18,7 +18,8 @@ RUN python3 -m pip freeze --exclude-editable | grep -v ' @ ' > /tmp/vllm.txt \
  && python3 -m pip install --no-cache-dir -c /tmp/vllm.txt ".[worker]" \
  && python3 -c "import vllm, nixl, services.worker.app" \
  && rm -rf /src /tmp/vllm.txt \
- && useradd --uid 10001 --create-home --home-dir /var/lib/kvloop --shell /usr/sbin/nologin kvloop
+ && useradd --uid 10001 --create-home --home-dir /var/lib/kvloop --shell /usr/sbin/nologin kvloop \
+ && install -d -o kvloop -g kvloop /var/lib/kvloop/.cache /var/lib/kvloop/.cache/huggingface
 COPY deploy/docker/worker-entrypoint /usr/local/bin/worker-entrypoint
 WORKDIR /var/lib/kvloop
 USER kvloop

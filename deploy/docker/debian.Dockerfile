@@ -4,7 +4,10 @@
 ARG BASE_IMAGE=debian:bookworm-20250520-slim
 
 FROM ${BASE_IMAGE} AS postgres
-RUN apt-get update \
+# The package would make a cluster of its own in the image.
+RUN install -d /etc/postgresql-common \
+ && echo 'create_main_cluster = false' > /etc/postgresql-common/createcluster.conf \
+ && apt-get update \
  && apt-get install -y --no-install-recommends postgresql \
  && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin
 COPY deploy/docker/postgres-entrypoint /usr/local/bin/postgres-entrypoint

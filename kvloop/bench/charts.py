@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvloop.bench.cells import Cell
+from kvloop.bench.cells import LATER_TURNS, Cell
+from kvloop.bench.samples import Load, Shape
 from kvloop.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -50,29 +51,35 @@ def write_charts(folder: Path, found: Sequence[Cell], suffix: str = "svg") -> li
 
 
 def _ttft_by_context(axes: Axes, found: Sequence[Cell]) -> bool:
-    """Last turns: one line for each variant over the prompt's length."""
-    last = [cell for cell in found if cell.turn == cell.shape.turns]
+    """Turns that can reuse: one line for each variant over the prompt's length."""
     return _lines(
         axes,
-        last,
+        [cell for cell in found if cell.is_last],
         lambda cell: cell.prompt_tokens,
-        title="Time to the first token in the last turn",
+        title="Time to the first token with a conversation's KV at hand",
         label="tokens in the prompt",
     )
 
 
 def _ttft_by_turn(axes: Axes, found: Sequence[Cell]) -> bool:
-    """The longest conversation: one line for each variant over its turns."""
+    """The longest conversation, or the workload: one line for each variant over its turns."""
     if not found:
         return False
-    longest = max((cell.shape for cell in found), key=lambda shape: shape.largest_prompt)
+    longest = max((cell.shape for cell in found), key=_length)
+    words = (
+        f"from {longest.context_tokens:,} tokens" if isinstance(longest, Shape) else longest.name
+    )
     return _lines(
         axes,
-        [cell for cell in found if cell.shape == longest],
+        [cell for cell in found if cell.shape == longest and cell.turn != LATER_TURNS],
         lambda cell: cell.turn,
-        title=f"Time to the first token, turn by turn, from {longest.context_tokens:,} tokens",
+        title=f"Time to the first token, turn by turn, {words}",
         label="turn",
     )
+
+
+def _length(load: Load) -> int:
+    return load.largest_prompt if isinstance(load, Shape) else load.turns
 
 
 def _lines(axes: Axes, found: Sequence[Cell], position: Any, *, title: str, label: str) -> bool:
@@ -105,10 +112,8 @@ def _lines(axes: Axes, found: Sequence[Cell], position: Any, *, title: str, labe
 
 
 def _prefill_split(axes: Axes, found: Sequence[Cell]) -> bool:
-    """Last turns: the prefill leg of each shape and variant, computing under pulling."""
-    last = [
-        cell for cell in found if cell.turn == cell.shape.turns and cell.compute_seconds is not None
-    ]
+    """Turns that can reuse: the prefill leg by length and variant, computing under pulling."""
+    last = [cell for cell in found if cell.is_last and cell.compute_seconds is not None]
     if not any(cell.transfer_seconds for cell in last):
         return False
     labels = [f"{cell.prompt_tokens:,}\n{_NAMES.get(cell.variant, cell.variant)}" for cell in last]
@@ -118,7 +123,7 @@ def _prefill_split(axes: Axes, found: Sequence[Cell]) -> bool:
     axes.bar(places, computing, color=_COLOURS["off"], label="computing and the rest")
     axes.bar(places, pulling, bottom=computing, color=_COLOURS["on"], label="pulling KV")
     axes.set_xticks(places, labels, fontsize="small")
-    axes.set_title("Where the prefill leg goes in the last turn")
+    axes.set_title("Where the prefill leg goes")
     _finish(axes)
     return True
 

@@ -12,14 +12,16 @@ from typing import Any
 from kvloop.bench.cells import Cell, gain
 from kvloop.bench.outputs import OutputCheck
 from kvloop.bench.samples import Run
+from kvloop.bench.slowdown import Slowdown
 
-_DISTRIBUTIONS = ("ttft", "prefill_leg", "decode_leg", "itl")
+_DISTRIBUTIONS = ("ttft", "prefill_leg", "decode_leg", "outside_legs", "itl")
 _COUNTS = (
     "prompt_tokens",
     "pulled_tokens",
     "cached_tokens",
     "recomputed_tokens",
     "retained_tokens",
+    "retained_blocks",
     "failures",
 )
 
@@ -30,6 +32,7 @@ def write_json(
     found: Sequence[Cell],
     checks: Sequence[OutputCheck],
     conditions: Mapping[str, Any],
+    slowdown: Slowdown | None = None,
 ) -> None:
     """Write everything there is.
 
@@ -39,11 +42,14 @@ def write_json(
         found: its cells.
         checks: its comparison of answers.
         conditions: under which it was run.
+        slowdown: what other requests felt; None if there were none.
     """
     document = {
         "conditions": dict(conditions),
         "cells": [cell_record(cell, found) for cell in found],
         "outputs": [asdict(check) for check in checks],
+        "traffic": slowdown.record() if slowdown is not None else None,
+        "kv_blocks": asdict(run.blocks) if run.blocks is not None else None,
         **sample_records(run),
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
@@ -63,6 +69,7 @@ def cell_record(cell: Cell, found: Sequence[Cell]) -> dict[str, Any]:
     record: dict[str, Any] = {
         **{name: getattr(cell.shape, name) for name in cell.shape.__dataclass_fields__},
         "turn": cell.turn,
+        "context_up_to": cell.key.context,
         "variant": cell.variant,
         "ratio": gain(found, cell),
     }
@@ -74,11 +81,11 @@ def cell_record(cell: Cell, found: Sequence[Cell]) -> dict[str, Any]:
     record |= {
         "tokens_per_second": cell.tokens_per_second,
         "pulls": cell.transfers.count if cell.transfers else None,
-        "pulled_bytes": cell.transfers.bytes if cell.transfers else None,
+        "pulled_bytes": cell.pulled_bytes,
         "pull_seconds": cell.transfer_seconds,
         "pull_post_seconds": cell.transfers.post_seconds if cell.transfers else None,
         "pull_descriptors": cell.transfers.descriptors if cell.transfers else None,
-        "pull_bytes_per_second": cell.transfers.bytes_per_second if cell.transfers else None,
+        "pull_bytes_per_second": cell.bytes_per_second,
         "compute_seconds": cell.compute_seconds,
         "misses": " ".join(f"{reason}={count}" for reason, count in sorted(cell.misses.items())),
     }

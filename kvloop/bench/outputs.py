@@ -67,4 +67,11 @@ def _check(
 
 
 def _key(sample: Sample) -> tuple[object, ...]:
-    return sample.shape, sample.repetition, sample.conversation, sample.turn
+    """Equal for two ways' answers to one prompt."""
+    return (
+        sample.shape,
+        sample.repetition,
+        sample.conversation,
+        sample.turn,
+        sample.prompt_digest,
+    )

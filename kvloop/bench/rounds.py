@@ -14,6 +14,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvloop.bench.decode_fleet import DecodeFleet
 from kvloop.bench.samples import RoundSample, Run, Sample, Shape
 from kvloop.bench.transfers import PrefillEngine, Transfers
 from kvloop.bench.turns import TurnRequest, TurnResult, TurnRunner
@@ -116,7 +117,9 @@ class _Rounds:
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
         on_progress: Callable[[Progress], None],
+        fleet: DecodeFleet | None,
     ) -> None:
+        self._fleet = fleet
         self._variants = variants
         self._plan = plan
         self._name = name
@@ -182,6 +185,7 @@ class _Rounds:
                     started_at=started,
                     seconds=seconds,
                     transfers=await self._pulled_since(variant, before),
+                    retained_blocks=await self._retained(),
                 )
             )
         self._done += 1
@@ -243,6 +247,14 @@ class _Rounds:
         await self._sleep(self._plan.settle_seconds)
         return await variant.prefill.transfers() - before
 
+    async def _retained(self) -> int | None:
+        if self._fleet is None:
+            return None
+        try:
+            return await self._fleet.retained_blocks()
+        except KvloopError:
+            return None  # the measurement itself goes on without it
+
     async def _end(self, repetition: _Repetition) -> None:
         for variant in self._variants:
             for number in range(repetition.shape.conversations):
@@ -266,6 +278,7 @@ async def run_rounds(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     on_progress: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
+    fleet: DecodeFleet | None = None,
 ) -> Run:
     """Hold conversations of every shape in every way.
 
@@ -278,10 +291,11 @@ async def run_rounds(
         sleep: waits for a number of seconds.
         on_progress: called after each round.
         stop: asked before each repetition; True ends the run early.
+        fleet: decode workers, to say what they retain; None if they cannot be asked.
 
     Raises:
         UnavailableError: a prefill engine cannot be asked.
     """
-    rounds = _Rounds(variants, plan, name, source, clock, sleep, on_progress)
+    rounds = _Rounds(variants, plan, name, source, clock, sleep, on_progress, fleet)
     await rounds.run(stop)
     return Run(tuple(rounds.samples), tuple(rounds.rounds))

@@ -48,55 +48,109 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class Workload:
+    """Conversations of many sizes that come as their scripts and arrivals say.
+
+    Attributes:
+        name: what they are, such as the name of a trace.
+        arrivals: how they come, in words.
+        conversations: how many there are.
+        turns: turns of the longest.
+    """
+
+    name: str
+    arrivals: str
+    conversations: int
+    turns: int
+
+
+Load = Shape | Workload
+"""What is held: conversations of one size in rounds, or of many as they come."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One turn of one conversation, one way.
 
     Attributes:
-        shape: size of the conversation.
+        shape: what it is part of.
         variant: way in which it was held, such as "off" or "on".
         repetition: number of the repetition, from 0; warm-ups leave no samples.
         conversation: number of the conversation in its repetition, from 0.
         turn: number of the turn, from 1.
         result: what it took; None if it failed.
         error: why it failed; None if it did not.
+        prompt_digest: equal for equal prompts; 0 where all ways have the same one.
+        late_seconds: how much later than planned it began.
     """
 
-    shape: Shape
+    shape: Load
     variant: str
     repetition: int
     conversation: int
     turn: int
     result: TurnResult | None
     error: str | None = None
+    prompt_digest: int = 0
+    late_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSample:
-    """One turn of all conversations of a repetition, one way.
+    """One turn of all conversations of a repetition, one way; or all turns of a workload.
 
     Attributes:
-        shape: size of the conversations.
+        shape: what was held.
         variant: way in which they were held.
         repetition: as in Sample.
-        turn: as in Sample.
+        turn: as in Sample; 0 for all turns of a workload.
         started_at: time of the first call, by the run's clock.
         seconds: from the first call to the end of the last answer.
         transfers: what prefill pulled meanwhile, by its engine's own count; None
             if the engine cannot be asked.
+        retained_blocks: most KV blocks that the ledger knew to be retained on all
+            decode workers; None if it was not asked.
     """
 
-    shape: Shape
+    shape: Load
     variant: str
     repetition: int
     turn: int
     started_at: float
     seconds: float
     transfers: Transfers | None
+    retained_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlocks:
+    """The unit in which a model's decode engines keep KV.
+
+    Attributes:
+        tokens: tokens of a block.
+        bytes: of a block, over all layers and ranks; 0 if unknown.
+        total: blocks of all decode engines.
+    """
+
+    tokens: int
+    bytes: int
+    total: int
+
+    def bytes_of(self, tokens: int) -> int:
+        """Bytes of the blocks that hold some tokens."""
+        return -(-tokens // self.tokens) * self.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All samples of one run."""
+    """All samples of one run.
+
+    Attributes:
+        samples: one for each turn.
+        rounds: one for each round, or each time that a workload was held.
+        blocks: KV blocks of the model; None if they are not known.
+    """
 
     samples: tuple[Sample, ...]
     rounds: tuple[RoundSample, ...]
+    blocks: KvBlocks | None = None

@@ -34,6 +34,7 @@ class Distribution:
 
     Attributes:
         count: measurements.
+        mean: their arithmetic mean.
         least: smallest.
         p50: median.
         p90: 90th percentile.
@@ -43,6 +44,7 @@ class Distribution:
     """
 
     count: int
+    mean: float
     least: float
     p50: float
     p90: float
@@ -61,6 +63,7 @@ def distribution(values: Sequence[float]) -> Distribution | None:
         return None
     return Distribution(
         count=len(values),
+        mean=sum(values) / len(values),
         least=min(values),
         p50=percentile(values, 0.5),
         p90=percentile(values, 0.9),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvloop.bench.samples import RoundSample
 from kvloop.bench.turns import TurnRequest, TurnResult, TurnRunner
 from kvloop.errors import KvloopError
 
@@ -42,9 +41,12 @@ class Traffic:
     answers: list[tuple[float, TurnResult]] = field(default_factory=list)
     failures: int = 0
 
-    def gaps_during(self, rounds: list[RoundSample]) -> list[float]:
-        """Seconds between two chunks of one answer that ended within one of the rounds."""
-        windows = [(found.started_at, found.started_at + found.seconds) for found in rounds]
+    def gaps_during(self, windows: Sequence[tuple[float, float]]) -> list[float]:
+        """Seconds between two chunks of one answer that ended within one of the windows.
+
+        Args:
+            windows: start and end of each, by the run's clock.
+        """
         gaps = []
         for started, result in self.answers:
             at = started + result.ttft_seconds

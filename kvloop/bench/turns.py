@@ -22,6 +22,8 @@ class TurnRequest:
         answer_tokens: tokens to generate, no fewer and no more.
         reuse: let prefill pull what decode retains.
         last: no further turn of this conversation follows.
+        cache_salt: sets its prefixes apart from those of others in every engine's
+            prefix cache; empty: the conversation's name.
     """
 
     conversation: str
@@ -29,6 +31,7 @@ class TurnRequest:
     answer_tokens: int
     reuse: bool
     last: bool
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,10 @@ class TurnResult:
         recomputed_tokens: of those, computed.
         miss_reason: why nothing was pulled; None if something was.
         retained_tokens: tokens kept on decode for the next turn.
+        pull_seconds: what the pull took, from the engine's decision to the last
+            block; None if nothing was pulled or it is not known.
+        router_ttft_seconds: time to the first chunk as the router saw it; None
+            without a router.
     """
 
     token_ids: tuple[int, ...]
@@ -62,13 +69,20 @@ class TurnResult:
     recomputed_tokens: int
     miss_reason: str | None
     retained_tokens: int
+    pull_seconds: float | None = None
+    router_ttft_seconds: float | None = None
+
+    @property
+    def outside_legs_seconds(self) -> float:
+        """Time to the first chunk that neither leg had: client, router and ledger."""
+        return max(self.ttft_seconds - self.prefill_leg_seconds - self.decode_leg_seconds, 0.0)
 
 
 class TurnRunner(Protocol):
     """Takes turns on whatever is measured.
 
-    Each conversation has a cache salt of its own: two conversations with equal
-    tokens share nothing in any engine's prefix cache.
+    Two conversations of different cache salts share nothing in any engine's prefix
+    cache, however equal their tokens.
     """
 
     async def run(self, request: TurnRequest) -> TurnResult:
@@ -118,7 +132,10 @@ class KvloopTurns:
             max_tokens=request.answer_tokens,
             temperature=0.0,
             ignore_eos=True,
-            extra_body={"cache_salt": request.conversation, "return_token_ids": True},
+            extra_body={
+                "cache_salt": request.cache_salt or request.conversation,
+                "return_token_ids": True,
+            },
             timeout_seconds=self._timeout_seconds,
         )
         async with answer:
@@ -139,6 +156,8 @@ class KvloopTurns:
             recomputed_tokens=receipt.recomputed_tokens,
             miss_reason=receipt.miss_reason,
             retained_tokens=receipt.retained_tokens,
+            pull_seconds=receipt.pull_seconds if receipt.pulled_tokens else None,
+            router_ttft_seconds=receipt.ttft_seconds,
         )
 
     async def end(self, conversation: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 import time
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
+from kvloop.bench.transfers import HttpPrefillEngine
 from kvloop.cli import options
 from kvloop.cli.exits import FAILED
 from kvloop.cli.served_model import choose_model
@@ -18,10 +21,9 @@ from kvloop.doctor.collect import collect
 from kvloop.doctor.examine import examine
 from kvloop.doctor.facts import Probe
 from kvloop.doctor.findings import Severity
-from kvloop.doctor.probe import ProbePlan, RouterTalker, probe
+from kvloop.doctor.probe import ProbePlan, RouterTalker, Talker, probe
 from kvloop.doctor.report import as_json, as_text
 from kvloop.inventory import DEFAULT_KVMETA
-from kvloop.tls import TlsSource
 
 
 def doctor(
@@ -37,6 +39,13 @@ def doctor(
             min=1, help="Tokens it generates: all that is pulled where prefill cached the prompt."
         ),
     ] = 512,
+    prefill_engine_url: Annotated[
+        str,
+        typer.Option(
+            help="With --probe: vLLM server of the only prefill worker, to count the pieces in "
+            "which pulls go."
+        ),
+    ] = "",
     worker: Annotated[
         list[str] | None,
         typer.Option(help="host:port of a sidecar that should be registered; may be repeated."),
@@ -51,8 +60,9 @@ def doctor(
 
     Looks at versions, block sizes and pairs that cannot exchange KV, side channels,
     TTLs and leases, clocks, orphans, and whether conversations reuse anything; and
-    compares each pair's measured link with computing. Nothing is changed, except
-    that --probe runs conversations.
+    compares each pair's measured link with computing. --probe runs a few conversations
+    and says what holds their pulls back: many small pieces, a fallback to TCP, a GPU
+    that the peer does not see, a side channel that is out of reach.
 
     Exit status 1 if something is wrong.
 
@@ -60,12 +70,15 @@ def doctor(
     Examples:
       kvloop doctor
       kvloop doctor --probe --probe-tokens 16000
+      kvloop doctor --probe --prefill-engine-url http://127.0.0.1:8100
       kvloop doctor --worker 10.0.0.5:7300 --json | jq .findings
     """
     tls = tls_of(context)
     shown = None
     if run_probe:
-        shown = _probe(router, tls, model, probe_tokens, probe_answer_tokens)
+        with Client(router, tls=tls) as client:
+            plan = ProbePlan(choose_model(client, model), probe_tokens, probe_answer_tokens)
+            shown = _probe(RouterTalker(client, plan), plan, prefill_engine_url)
     facts = collect(
         router=router,
         kvmeta=kvmeta,
@@ -81,9 +94,16 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
-def _probe(
-    router: str, tls: TlsSource | None, model: str, prompt_tokens: int, answer_tokens: int
-) -> Probe:
-    with Client(router, tls=tls) as client:
-        plan = ProbePlan(choose_model(client, model), prompt_tokens, answer_tokens)
-        return probe(RouterTalker(client, plan), plan, random.Random())
+def _probe(talker: Talker, plan: ProbePlan, prefill_engine_url: str) -> Probe:
+    """Run the conversations; with the engine's counts if it can be asked.
+
+    Raises:
+        KvloopError: a turn failed, or the engine cannot be reached.
+    """
+    if not prefill_engine_url:
+        return probe(talker, plan, random.Random())
+    engine = HttpPrefillEngine(prefill_engine_url)
+    before = asyncio.run(engine.transfers())
+    shown = probe(talker, plan, random.Random())
+    # Its last turn pulls nothing: by its end the engine has counted the pulls before.
+    return replace(shown, pulls=asyncio.run(engine.transfers()) - before)

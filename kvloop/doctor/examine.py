@@ -6,6 +6,7 @@ from kvloop.doctor.facts import Facts
 from kvloop.doctor.findings import Finding, Severity
 from kvloop.doctor.links import check_links
 from kvloop.doctor.probing import check_probe
+from kvloop.doctor.pulls import check_pulls
 from kvloop.doctor.retention import check_clock, check_leases, check_retained, check_reuse
 from kvloop.doctor.workers import (
     check_pairs,
@@ -22,6 +23,7 @@ CHECKS = (
     check_pairs,
     check_side_channels,
     check_probe,
+    check_pulls,
     check_links,
     check_leases,
     check_retained,

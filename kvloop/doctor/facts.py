@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvloop.bench.transfers import Transfers
 from kvloop.common.v1 import common_pb2
 from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
 from kvloop.receipts import Receipt
@@ -71,10 +72,12 @@ class Probe:
     Attributes:
         rounds: the conversations, in order.
         recompute: receipt of a turn of the same length without reuse.
+        pulls: what prefill's engine counted meanwhile; None if it was not asked.
     """
 
     rounds: tuple[ProbeRound, ...]
     recompute: Receipt
+    pulls: Transfers | None = None
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from kvloop.doctor.facts import Facts, PairLink, pair_links
 from kvloop.doctor.findings import Finding, advice, wrong
 from kvloop.durations import to_seconds
 
-_DESCRIPTOR_SECONDS = 3.4e-6
+DESCRIPTOR_SECONDS = 3.4e-6
+"""What one piece of a transfer takes, whatever its size."""
 _MOST_DESCRIPTORS = 512
 """Per block: two for each of 256 layers."""
 _FEW_DESCRIPTORS = 8
-_FALLBACK_BYTES_PER_SECOND = 1.5e9
+FALLBACK_BYTES_PER_SECOND = 1.5e9
+"""Below it a GPU's pull runs over TCP, whatever the network is."""
 _GOOD_BYTES_PER_SECOND = 60e9
 _LARGE_BLOCK = 128
 _LONG_LATENCY_SECONDS = 0.05
@@ -56,7 +58,7 @@ def _check_link(pair: PairLink) -> Iterator[Finding]:
             + ("pulls are held back" if link.held_back else "most pulls do not pay"),
             _remedy(pair),
         )
-    elif _on_gpu(pair) and _held_up_by_descriptors(pair):
+    elif on_gpu(pair) and _held_up_by_descriptors(pair):
         yield advice("many_descriptors", pair.name, f"it pulls {rates}", _remedy(pair))
     if to_seconds(link.latency) > _LONG_LATENCY_SECONDS:
         yield advice(
@@ -71,7 +73,7 @@ def _check_link(pair: PairLink) -> Iterator[Finding]:
 
 def _remedy(pair: PairLink) -> str:
     """What most likely holds the link back, and what to set."""
-    if not _on_gpu(pair):
+    if not on_gpu(pair):
         return (
             "on CPU engines memory and network decide; leave pulls held back, or compare UCX_TLS "
             "settings (tcp,self,sm,cma,posix,sysv) with `kvloop doctor --probe`"
@@ -79,22 +81,28 @@ def _remedy(pair: PairLink) -> str:
     if _held_up_by_descriptors(pair):
         return _fewer_descriptors(pair)
     rate = pair.link.bytes_per_second if pair.link is not None else 0.0
-    if rate and rate < _FALLBACK_BYTES_PER_SECOND:
-        if _same_host(pair):
-            return (
-                "this is the rate of UCX's fallback to TCP: set UCX_CUDA_IPC_ENABLE_GET_ZCOPY=y "
-                "and leave cuda_ipc and cuda_copy in UCX_TLS; with one GPU per engine, make both "
-                "visible to both processes (CUDA_VISIBLE_DEVICES=0,1 and 1,0), own GPU first; "
-                "UCX_LOG_LEVEL=info in the engine's log shows which transports it took"
-            )
-        return (
-            "this is the rate of TCP: give UCX the network's own transport (UCX_TLS=rc,cuda_copy "
-            "with UCX_NET_DEVICES for InfiniBand or RoCE; the LIBFABRIC backend for EFA) and "
-            "allow GPUDirect RDMA; UCX_LOG_LEVEL=info in the engine's log shows what it took"
-        )
+    if rate and rate < FALLBACK_BYTES_PER_SECOND:
+        return transport_remedy(pair)
     return (
         "compare UCX_TLS settings with `kvloop doctor --probe`; until then pulls that do not pay "
         "are held back"
+    )
+
+
+def transport_remedy(pair: PairLink) -> str:
+    """What to set where pulls run at the rate of TCP."""
+    if _same_host(pair):
+        return (
+            "this is the rate of UCX's fallback to TCP: set UCX_CUDA_IPC_ENABLE_GET_ZCOPY=y "
+            "and leave cuda_ipc and cuda_copy in UCX_TLS; with one GPU per engine, make both "
+            "visible to both processes (CUDA_VISIBLE_DEVICES=0,1 and 1,0), own GPU first; "
+            "`engine_setting_slows_pulls` in the sidecars' logs says which of them it is, and "
+            "UCX_LOG_LEVEL=info in the engine's log which transports it took"
+        )
+    return (
+        "this is the rate of TCP: give UCX the network's own transport (UCX_TLS=rc,cuda_copy "
+        "with UCX_NET_DEVICES for InfiniBand or RoCE; the LIBFABRIC backend for EFA) and "
+        "allow GPUDirect RDMA; UCX_LOG_LEVEL=info in the engine's log shows what it took"
     )
 
 
@@ -129,10 +137,11 @@ def _descriptors_per_block(pair: PairLink) -> float:
     if link is None or not link.tokens_per_second:
         return 0.0
     seconds_per_block = pair.decode.worker.traits.block_size / link.tokens_per_second
-    return seconds_per_block / _DESCRIPTOR_SECONDS
+    return seconds_per_block / DESCRIPTOR_SECONDS
 
 
-def _on_gpu(pair: PairLink) -> bool:
+def on_gpu(pair: PairLink) -> bool:
+    """True if the pair's KV is in GPU memory."""
     return pair.decode.worker.traits.kv_buffer_device == _GPU
 
 

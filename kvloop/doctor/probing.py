@@ -31,7 +31,9 @@ _WHY_NOT_PULLED = {
     "BELOW_THRESHOLD": "the probe is below --kv-recompute-threshold: raise --probe-tokens",
     "CACHED": "the prefill engine had the prompt already; probes use text of their own, so its "
     "cache may be shared",
-    "PULL_FAILED": "the transfer failed; the prefill engine's log has NIXL's reason",
+    "PULL_FAILED": "the transfer failed; the prefill engine's log has NIXL's reason. If it is the "
+    "handshake, let prefill's host reach decode's side channel (--side-channel-host and "
+    "--side-channel-port, one port per tensor-parallel rank)",
     "ENGINE_EXPIRED": "the decode engine's deadline had passed: its clock or its lease is wrong",
     "EXPIRED": "the ledger's TTL is too short for two turns in a row",
     "PREFILL_FAILED": "the prefill leg failed with the handle; see the prefill engine's log",

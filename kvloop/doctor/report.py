@@ -9,6 +9,7 @@ from typing import Any
 
 from kvloop.doctor.facts import Facts, PairLink, Probe, pair_links
 from kvloop.doctor.findings import Finding, Severity
+from kvloop.doctor.pulls import told
 from kvloop.durations import to_seconds
 from kvloop.receipts import Receipt
 
@@ -42,6 +43,7 @@ def as_json(facts: Facts, findings: Sequence[Finding]) -> str:
         report["probe"] = {
             "rounds": [asdict(each) for each in facts.probe.rounds],
             "recompute": asdict(facts.probe.recompute),
+            "pulls": asdict(facts.probe.pulls) if facts.probe.pulls is not None else None,
         }
     return json.dumps(report) + "\n"
 
@@ -89,6 +91,7 @@ def _probe(found: Probe) -> list[str]:
         *(f"{number}. {_second(each.second)}" for number, each in enumerate(found.rounds, 1)),
         f"without reuse: {found.recompute.prompt_tokens:,} tokens computed in "
         f"{found.recompute.prefill_leg_seconds * 1e3:.0f} ms",
+        *([told(found.pulls)] if found.pulls is not None and found.pulls.count else []),
     ]
 
 

@@ -19,7 +19,13 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span as RecordedSpan
-from opentelemetry.trace import SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import (
+    SpanKind,
+    StatusCode,
+    Tracer,
+    format_trace_id,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from services.common.tracing import ERROR_TYPE, Attributes, Span, Tracing
@@ -52,6 +58,11 @@ class OtlpSpan:
     def recording(self) -> bool:
         """See `Span.recording`: no if the trace was not sampled."""
         return self._span.is_recording()
+
+    @property
+    def trace_id(self) -> str:
+        """See `Span.trace_id`."""
+        return format_trace_id(self._span.get_span_context().trace_id)
 
     def tell(self, attributes: Attributes) -> None:
         """See `Span.tell`."""

@@ -1,9 +1,10 @@
-"""Wrapping the handlers of RPC methods, whichever of the four shapes they have."""
+"""Running something around every call of a server, whichever shape its method has."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,18 +12,50 @@ import grpc
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
+Context = grpc.aio.ServicerContext[Any, Any]
 
-def wrap_handler(
-    handler: Handler, wrap_call: Callable[[Any], Any], wrap_stream: Callable[[Any], Any]
-) -> Handler:
-    """The handler with its method wrapped.
+Around = Callable[[Context], AbstractAsyncContextManager[None]]
+"""What a call runs inside of. It sees what the method raises; it may raise before."""
+
+AroundMethod = Callable[[str], Around | None]
+"""What calls of a method run inside of, by its full name as in
+/package.Service/Method; None for nothing."""
+
+
+class AroundInterceptor(grpc.aio.ServerInterceptor):
+    """Runs every call of a server inside of blocks.
 
     Args:
-        handler: of one RPC method.
-        wrap_call: wraps a coroutine function: a unary answer, or a stream that is
-            written through the context, as the health service's Watch does.
-        wrap_stream: wraps an asynchronous generator function.
+        blocks: of each method, outermost first.
     """
+
+    def __init__(self, blocks: Sequence[AroundMethod]) -> None:
+        self._blocks = blocks
+        self._wrapped: dict[str, tuple[Handler, Handler]] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Wrap the method's handler; once, as methods do not change."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        known = self._wrapped.get(method)
+        if known is not None and known[0] is handler:
+            return known[1]
+        wrapped = handler
+        for block in reversed(self._blocks):
+            around = block(method)
+            if around is not None:
+                wrapped = _wrap(wrapped, around)
+        self._wrapped[method] = (handler, wrapped)
+        return wrapped
+
+
+def _wrap(handler: Handler, around: Around) -> Handler:
     if handler.response_streaming:
         inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
         factory = (
@@ -37,9 +70,28 @@ def wrap_handler(
             if handler.request_streaming
             else grpc.unary_unary_rpc_method_handler
         )
-    wrap = wrap_stream if inspect.isasyncgenfunction(inner) else wrap_call
+    # A stream may also be written through the context, by a coroutine, as the health
+    # service's Watch is.
+    wrap = _wrap_stream if inspect.isasyncgenfunction(inner) else _wrap_call
     return factory(
-        wrap(inner),
+        wrap(inner, around),
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
+
+
+def _wrap_call(inner: Any, around: Around) -> Any:
+    async def call(request: Any, context: Context) -> Any:
+        async with around(context):
+            return await inner(request, context)
+
+    return call
+
+
+def _wrap_stream(inner: Any, around: Around) -> Any:
+    async def call(request: Any, context: Context) -> Any:
+        async with around(context), aclosing(inner(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return call

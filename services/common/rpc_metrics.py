@@ -37,6 +37,7 @@ class RpcMetrics:
             registry=registry,
             buckets=_SECONDS,
         )
+        self._known: dict[tuple[str, str], Histogram] = {}
 
     @contextmanager
     def call(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
@@ -58,7 +59,14 @@ class RpcMetrics:
             raise
         finally:
             seconds = self._clock() - started
-            self._seconds.labels(method.rpartition("/")[2], code).observe(seconds)
+            self._series(method, code).observe(seconds)
+
+    def _series(self, method: str, code: str) -> Histogram:
+        known = self._known.get((method, code))
+        if known is None:
+            known = self._seconds.labels(method.rpartition("/")[2], code)
+            self._known[method, code] = known
+        return known
 
 
 def _why_cancelled(context: grpc.aio.ServicerContext[Any, Any]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import asynccontextmanager
+from typing import NoReturn
 
 import grpc
 import structlog
@@ -17,79 +17,41 @@ from prometheus_client import CollectorRegistry
 
 from kvloop import rpc
 from kvloop.errors import InternalError, KvloopError, to_status
-from services.common.rpc_handlers import wrap_handler
+from services.common.rpc_handlers import Around, AroundInterceptor, AroundMethod, Context
 from services.common.rpc_metrics import RpcMetrics
 from services.common.tls import ServerTls
-from services.common.tls_clients import ClientInterceptor
+from services.common.tls_clients import only_clients
 
 _log = structlog.get_logger(__name__)
 
 _REQUEST_WINDOW_BYTES = 4 * 1024 * 1024
 """Bytes of one call that may arrive before they are read."""
 
-if TYPE_CHECKING:
-    Handler = grpc.RpcMethodHandler[Any, Any]
 
-
-class CallInterceptor(grpc.aio.ServerInterceptor):
+def _answered(metrics: RpcMetrics) -> AroundMethod:
     """Turns raised errors into a status, and times calls; the only place that aborts one.
 
     A KvloopError becomes its own status with ErrorInfo. Anything else is a
     defect: the caller gets INTERNAL with a fixed text, the log the traceback.
-
-    Args:
-        metrics: counts calls.
     """
 
-    def __init__(self, metrics: RpcMetrics) -> None:
-        self._metrics = metrics
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        """Wrap the method's handler, whichever of the four shapes it has."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        method = handler_call_details.method
-        return wrap_handler(
-            handler,
-            lambda inner: self._wrap_unary(method, inner),
-            lambda inner: self._wrap_stream(method, inner),
-        )
-
-    def _wrap_unary(self, method: str, inner: Any) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            with self._metrics.call(method, context):
+    def of_method(method: str) -> Around:
+        @asynccontextmanager
+        async def around(context: Context) -> AsyncIterator[None]:
+            with metrics.call(method, context):
                 try:
-                    return await inner(request, context)
-                except (asyncio.CancelledError, grpc.aio.AbortError):
-                    raise
-                except Exception as error:
-                    await _abort(method, context, error)
-
-        return call
-
-    def _wrap_stream(self, method: str, inner: Any) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            with self._metrics.call(method, context):
-                try:
-                    async with aclosing(inner(request, context)) as responses:
-                        async for response in responses:
-                            yield response
+                    yield
                 except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
                     raise
                 except Exception as error:
                     await _abort(method, context, error)
 
-        return call
+        return around
+
+    return of_method
 
 
-async def _abort(
-    method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception
-) -> NoReturn:
+async def _abort(method: str, context: Context, error: Exception) -> NoReturn:
     if not isinstance(error, KvloopError):
         _log.exception("rpc_failed", method=method, exc_info=error)
         error = InternalError("internal error; the service's log has the details")
@@ -132,7 +94,8 @@ async def serve(
     tls: ServerTls | None = None,
     registry: CollectorRegistry | None = None,
     drain: Drain | None = None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    around: Sequence[AroundMethod] = (),
+    share_port: bool = False,
 ) -> AsyncIterator[int]:
     """Run a gRPC server while the block runs.
 
@@ -148,7 +111,8 @@ async def serve(
         tls: how to encrypt, and who may call; without it nothing is encrypted.
         registry: where Prometheus finds how long calls take; nowhere if omitted.
         drain: how it leaves; at once if omitted.
-        interceptors: further ones, which see the errors that handlers raise.
+        around: what calls run inside of; sees the errors that methods raise.
+        share_port: other processes listen on the same port.
 
     Yields:
         The port.
@@ -156,16 +120,14 @@ async def serve(
     Raises:
         OSError: the address cannot be bound.
     """
-    chain: list[grpc.aio.ServerInterceptor] = [
-        CallInterceptor(RpcMetrics(registry or CollectorRegistry()))
-    ]
+    blocks = [_answered(RpcMetrics(registry or CollectorRegistry()))]
     if tls is not None and tls.allowed_clients:
-        chain.append(ClientInterceptor(tls.allowed_clients))
+        blocks.append(only_clients(tls.allowed_clients))
     server = grpc.aio.server(
-        interceptors=[*chain, *interceptors],
+        interceptors=[AroundInterceptor([*blocks, *around])],
         options=[
             *rpc.OPTIONS,
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(share_port)),
             # Long prompts come in one go. gRPC would let 64 KiB in at first, and more
             # only after a round of measuring.
             ("grpc.http2.lookahead_bytes", _REQUEST_WINDOW_BYTES),

@@ -55,6 +55,10 @@ class Span(Protocol):
     def recording(self) -> bool:
         """Whether anybody will see what is told; if not, spare the effort."""
 
+    @property
+    def trace_id(self) -> str:
+        """Id of the trace, 32 hexadecimal digits; empty if nothing is traced."""
+
     def tell(self, attributes: Attributes) -> None:
         """Set attributes; later values replace earlier ones."""
 
@@ -82,6 +86,7 @@ class NoSpan:
     """A span that nobody records. See `Span`."""
 
     recording = False
+    trace_id = ""
 
     def tell(self, attributes: Attributes) -> None:
         """See `Span.tell`."""

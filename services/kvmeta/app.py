@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc, registry_pb2, registry_pb2_grpc
 from services.common import metrics_http, rpc_server
 from services.common.process import reload_all
-from services.common.rpc_tracing import span_interceptors
+from services.common.rpc_tracing import spans
 from services.kvmeta.bell import Bell
 from services.kvmeta.clock import Clock, HostTime
 from services.kvmeta.database import open_store
@@ -133,7 +133,7 @@ async def build(
                 tls=tls,
                 registry=metrics.registry,
                 drain=rpc_server.Drain(settings.drain_seconds),
-                interceptors=span_interceptors(tracing, _SPANS),
+                around=spans(tracing, _SPANS),
             )
         )
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from limits import parse_many
 from prometheus_client import CollectorRegistry
@@ -16,9 +17,10 @@ from starlette.types import ASGIApp
 
 from kvloop import rpc
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
-from services.common import metrics_http, rpc_server
+from services.common import metrics_http, metrics_shares, rpc_server
 from services.common.process import reload_all
 from services.router.admission import AdmissionLimits, TurnAdmission
+from services.router.breaker import BreakerLimits
 from services.router.deadline import Clock
 from services.router.decode_leg import DecodeLeg
 from services.router.explain import Explainer
@@ -33,10 +35,14 @@ from services.router.keys import Authenticator, KeyFile, OpenDoor, key_lines, pa
 from services.router.ledger import GrpcLedger, Ledger
 from services.router.length import LengthCheck
 from services.router.metrics import RouterMetrics
+from services.router.patience import Patience
+from services.router.policies import POLICIES, PolicyName
 from services.router.policy import Rng
 from services.router.prefill_leg import PrefillLeg
 from services.router.reception import Reception
 from services.router.registry import Backoff, GrpcRegistry, Registry, RegistryFollower
+from services.router.reuse_watch import ReuseWatch
+from services.router.routing import Routes
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
 from services.router.status.feed import StatusFeed
@@ -46,6 +52,16 @@ from services.router.status.pages import StatusPages
 from services.router.turn import TurnPipeline
 from services.router.turn_ends import TurnEnds
 from services.router.workers import Connect, WorkerPool, connect_over_grpc
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one of several router processes knows of them."""
+
+    number: int
+    """Of this process, from 0."""
+    metrics_folder: Path
+    """Where each shows its metrics to the others."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,7 @@ async def build(
     connect: Connect | None = None,
     fleet: Fleet | None = None,
     drain: rpc_server.Drain | None = None,
+    place: Place | None = None,
 ) -> AsyncIterator[Router]:
     """Serve turns while the block runs.
 
@@ -99,6 +116,7 @@ async def build(
         connect: opens a channel to a worker; over gRPC if omitted.
         fleet: what the status page shows of kvmeta; kvmeta's own if omitted.
         drain: how it leaves; as the settings say if omitted.
+        place: among the processes that share its ports; None: it is alone.
 
     Raises:
         OSError: an address cannot be bound, or a file cannot be read.
@@ -120,11 +138,15 @@ async def build(
         pool = WorkerPool(
             tasks,
             clock=clock,
-            cooldown_seconds=settings.worker_cooldown_seconds,
+            breakers=_breaker_limits(settings),
             grace_seconds=settings.worker_grace_seconds,
             connect=connect or connect_over_grpc(worker_tls),
+            breaker_opened=metrics.breaker_opened,
         )
         stack.push_async_callback(pool.aclose)
+        metrics.watch_channels(lambda: pool.channels)
+        metrics.watch_breakers(pool.breakers)
+        routes = Routes(pool, POLICIES[PolicyName(settings.policy)], clock=clock, rng=rng)
         follower = RegistryFollower(
             registry or GrpcRegistry(kvmeta),
             pool,
@@ -135,8 +157,10 @@ async def build(
         stack.callback(following.cancel)
 
         journal = TurnJournal(wall_clock)
-        ends = TurnEnds(metrics, journal, clock=clock, wall_clock=wall_clock)
-        pipeline = _pipeline(settings, pool, ledger, metrics, ends, tasks, clock=clock, rng=rng)
+        reuse = ReuseWatch()
+        metrics.watch_reuse(lambda: reuse.degraded)
+        ends = TurnEnds(metrics, journal, reuse, clock=clock, wall_clock=wall_clock)
+        pipeline = _pipeline(settings, pool, routes, ledger, metrics, ends, tasks, clock=clock)
         admission = TurnAdmission(_admission_limits(settings))
         metrics.watch_queue(lambda: admission.running, lambda: admission.waiting)
         reception = Reception(
@@ -155,7 +179,7 @@ async def build(
             explainer=Explainer(
                 pool,
                 ledger,
-                rng=rng,
+                routes,
                 timeout_seconds=ledger_timeout,
                 estimate_timeout_seconds=settings.estimate_timeout_seconds,
             ),
@@ -168,6 +192,13 @@ async def build(
             if settings.metrics_listen is not None
             else None
         )
+        shown = metrics.registry
+        if place is not None:
+            metrics_http.add_process(metrics.registry)
+            stack.enter_context(
+                metrics_shares.share(metrics.registry, place.metrics_folder, place.number)
+            )
+            shown = metrics_shares.of_all(place.metrics_folder)
         leaving = drain or rpc_server.Drain(settings.drain_seconds)
         port = await stack.enter_async_context(
             rpc_server.serve(
@@ -178,6 +209,7 @@ async def build(
                 tls=tls,
                 registry=metrics.registry,
                 drain=leaving,
+                share_port=place is not None,
             )
         )
         gateway_port = None
@@ -185,8 +217,8 @@ async def build(
             pages = Pages(
                 reception=reception,
                 pool=pool,
-                registry=metrics.registry,
-                rng=rng,
+                routes=routes,
+                registry=shown,
                 ready=lambda: not leaving.started and any(model.decode for model in pool.models()),
                 started_at=int(wall_clock()),
                 body_limits=_body_limits(settings),
@@ -216,6 +248,7 @@ async def build(
                     grace_seconds=settings.shutdown_grace_seconds,
                     head_timeout_seconds=settings.head_timeout_seconds,
                     tls=tls,
+                    share_port=place is not None,
                 )
             )
             stack.push_async_callback(leaving.run)
@@ -228,6 +261,14 @@ def _authenticator(settings: RouterSettings, clock: Clock) -> Authenticator:
     if settings.api_keys_file is None and not ring.entries:
         return OpenDoor()
     return KeyFile(settings.api_keys_file, ring, isolated=settings.isolate_tenants, clock=clock)
+
+
+def _breaker_limits(settings: RouterSettings) -> BreakerLimits:
+    return BreakerLimits(
+        failures=settings.worker_failures,
+        cooldown_seconds=settings.worker_cooldown_seconds,
+        max_cooldown_seconds=settings.worker_cooldown_max_seconds,
+    )
 
 
 def _admission_limits(settings: RouterSettings) -> AdmissionLimits:
@@ -269,13 +310,13 @@ def _gateway_app(
 def _pipeline(
     settings: RouterSettings,
     pool: WorkerPool,
+    routes: Routes,
     ledger: Ledger,
     metrics: RouterMetrics,
     ends: TurnEnds,
     tasks: asyncio.TaskGroup,
     *,
     clock: Clock,
-    rng: Rng,
 ) -> TurnPipeline:
     handles = HandleDesk(
         ledger,
@@ -284,27 +325,38 @@ def _pipeline(
         patience_seconds=settings.ledger_timeout_seconds,
         call_timeout_seconds=settings.ledger_call_timeout_seconds,
     )
+    patience = Patience(
+        prefill_seconds=settings.prefill_timeout_seconds,
+        first_chunk_seconds=settings.first_chunk_timeout_seconds,
+        next_chunk_seconds=settings.next_chunk_timeout_seconds,
+        prompt_bytes_per_second=settings.prompt_bytes_per_second,
+    )
     return TurnPipeline(
         pool=pool,
+        routes=routes,
         handles=handles,
         length=LengthCheck(
             pool,
+            routes,
             metrics,
             bytes_per_token=settings.length_check_bytes_per_token,
             timeout_seconds=settings.length_check_timeout_seconds,
         ),
         prefill=PrefillLeg(
             pool,
+            routes,
             handles,
             metrics,
-            rng=rng,
             connect_timeout_seconds=settings.connect_timeout_seconds,
-            timeout_seconds=settings.prefill_timeout_seconds,
+            patience=patience,
         ),
         decode=DecodeLeg(
-            pool, metrics, rng=rng, connect_timeout_seconds=settings.connect_timeout_seconds
+            pool,
+            routes,
+            metrics,
+            connect_timeout_seconds=settings.connect_timeout_seconds,
+            patience=patience,
         ),
         ends=ends,
         clock=clock,
-        rng=rng,
     )

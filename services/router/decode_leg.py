@@ -7,16 +7,16 @@ from contextlib import aclosing
 
 import structlog
 
-from kvloop.common.v1 import common_pb2
 from kvloop.compatibility import hand_over_obstacle
-from kvloop.errors import InternalError, KvloopError
+from kvloop.errors import InternalError, KvloopError, UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.common.span_attributes import WORKER_ID
 from services.common.tracing import ERROR_TYPE, child_span, current
 from services.router.failures import is_rejection, params_unused, worker_is_down
 from services.router.metrics import Fallback, RouterMetrics
-from services.router.policy import Rng, first_usable, rank_decode
+from services.router.patience import Patience, SilenceGuard
+from services.router.routing import Routes
 from services.router.turn_state import Turn
 from services.router.worker_client import prompt_span
 from services.router.workers import WorkerPool
@@ -29,23 +29,27 @@ class DecodeLeg:
 
     Args:
         pool: the live workers.
+        routes: chooses among them.
         metrics: counts departures from the plan.
-        rng: breaks ties between workers.
         connect_timeout_seconds: how long to wait for a connection.
+        patience: how long to wait for the chunks of a streamed answer. One that
+            comes in one piece may take all of the turn's time.
     """
 
     def __init__(
         self,
         pool: WorkerPool,
+        routes: Routes,
         metrics: RouterMetrics,
         *,
-        rng: Rng,
         connect_timeout_seconds: float,
+        patience: Patience,
     ) -> None:
         self._pool = pool
+        self._routes = routes
         self._metrics = metrics
-        self._rng = rng
         self._connect_timeout_seconds = connect_timeout_seconds
+        self._patience = patience
 
     async def run(
         self, turn: Turn, worker: registry_pb2.Worker
@@ -84,23 +88,27 @@ class DecodeLeg:
             accept_batches=True,
             prompt=prompt_span(turn.request),
         )
-        with self._pool.use(worker.worker_id) as client:
+        with self._pool.use(worker.worker_id, turn.facts) as client:
             await client.connect(
                 timeout_seconds=turn.deadline.hop_timeout(self._connect_timeout_seconds)
             )
             answer = client.decode(request, timeout_seconds=turn.deadline.hop_timeout())
-            async with aclosing(answer) as events:
+            async with self._guard(turn, worker) as guard, aclosing(answer) as events:
                 async for event in events:
+                    guard.heard()
                     if event.HasField("summary"):
                         turn.summary = event.summary
+                        guard.listens()
                         continue
                     if turn.first_chunk_at is None:
                         turn.first_chunk_at = clock()
+                        self._pool.first_chunk(worker.worker_id, turn.facts)
                         current().event("first_chunk")
                     if event.HasField("batch"):
                         yield event.batch.chunks_json
                     else:
                         yield (event.chunk_json,)
+                    guard.listens()
         if turn.summary is None:
             raise InternalError(
                 f"decode worker {worker.worker_id} ended its answer without a summary",
@@ -108,12 +116,18 @@ class DecodeLeg:
                 worker_id=worker.worker_id,
             )
 
+    def _guard(self, turn: Turn, worker: registry_pb2.Worker) -> SilenceGuard:
+        first = self._patience.with_first_chunk(len(turn.request.body_json))
+        return SilenceGuard(
+            worker.worker_id,
+            first_seconds=None if turn.request.whole else first,
+            next_seconds=self._patience.next_chunk_seconds,
+        )
+
     def _after_failure(
         self, turn: Turn, worker: registry_pb2.Worker, error: KvloopError
     ) -> registry_pb2.Worker:
         """The worker for a second attempt; raises the error if there can be none."""
-        if worker_is_down(error):
-            self._pool.cool_down(worker.worker_id)
         current().event("attempt_failed", {ERROR_TYPE: error.reason, WORKER_ID: worker.worker_id})
         _log.warning(
             "decode_failed",
@@ -135,9 +149,10 @@ class DecodeLeg:
         return other
 
     def _another(self, turn: Turn, failed: registry_pb2.Worker) -> registry_pb2.Worker | None:
-        candidates = self._pool.candidates(turn.request.model, common_pb2.WORKER_ROLE_DECODE)
-        others = [entry for entry in candidates if entry.worker_id != failed.worker_id]
-        return first_usable(rank_decode(others, holder_id="", last_id="", rng=self._rng))
+        try:
+            return self._routes.decode(turn.request.model, turn.facts, but=failed.worker_id)
+        except UnavailableError:
+            return None
 
     def _drop_used_params(self, turn: Turn, other: registry_pb2.Worker, error: KvloopError) -> None:
         """Keep the hand-over only if nobody can have read it and the other can."""

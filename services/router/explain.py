@@ -15,7 +15,8 @@ from kvloop.router.v1 import router_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.router.identity import conversation_key
 from services.router.ledger import Ledger
-from services.router.policy import Ranked, Rng, first_usable, rank_decode, rank_prefill
+from services.router.policy import Ranked, first_usable
+from services.router.routing import Conversation, Routes, affinity_of
 from services.router.turn import admit
 from services.router.workers import WorkerPool
 
@@ -50,7 +51,7 @@ class Explainer:
     Args:
         pool: the live workers.
         ledger: read only.
-        rng: breaks ties, as it would for the turn.
+        routes: ranks them, as for a turn.
         timeout_seconds: how long the ledger may take.
         estimate_timeout_seconds: how long a prefill worker may take to say what a
             pull would take.
@@ -60,14 +61,14 @@ class Explainer:
         self,
         pool: WorkerPool,
         ledger: Ledger,
+        routes: Routes,
         *,
-        rng: Rng,
         timeout_seconds: float,
         estimate_timeout_seconds: float,
     ) -> None:
         self._pool = pool
         self._ledger = ledger
-        self._rng = rng
+        self._routes = routes
         self._timeout_seconds = timeout_seconds
         self._estimate_timeout_seconds = estimate_timeout_seconds
 
@@ -82,18 +83,17 @@ class Explainer:
         """
         admit(model, self._pool.models())
         retained = await self._retained(tenant, model, conversation_id)
-        decode = rank_decode(
-            self._pool.candidates(model, common_pb2.WORKER_ROLE_DECODE),
-            holder_id=retained.worker_id if retained.available else "",
-            last_id=retained.worker_id,
-            rng=self._rng,
-        )
         holder = self._pool.find(retained.worker_id) if retained.available else None
-        prefill = rank_prefill(
-            self._pool.candidates(model, common_pb2.WORKER_ROLE_PREFILL),
-            decode=first_usable(decode),
-            holder=holder.worker if holder is not None else None,
-            rng=self._rng,
+        # Nothing is known of the prompt yet, but that it extends what is retained.
+        known = Conversation(
+            holder_id=retained.worker_id if retained.available else "",
+            held_tokens=retained.num_tokens if retained.available else 0,
+            last_id=retained.worker_id,
+            affinity=affinity_of(tenant, conversation_id),
+        )
+        facts = self._routes.facts_of(model, retained.num_tokens, known)
+        prefill, decode = self._routes.rank(
+            model, facts, holder=holder.worker if holder is not None else None
         )
         miss_reason = retained.miss_reason
         estimate = worker_pb2.EstimatePullResponse()

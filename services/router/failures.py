@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from kvloop.errors import InvalidFieldError, KvloopError
+from kvloop.errors import InternalError, InvalidFieldError, KvloopError
 
 WORKER_UNREACHABLE = "WORKER_UNREACHABLE"
 """No connection could be made, so nothing was sent."""
 WORKER_LOST = "WORKER_LOST"
 """The connection broke under a call; what the worker had done by then is unknown."""
+WORKER_SILENT = "WORKER_SILENT"
+"""The worker said nothing for so long that its leg was given up."""
 
 _NOT_REACHED = frozenset({WORKER_UNREACHABLE, "ENGINE_UNREACHABLE", "DRAINING", "WRONG_ROLE"})
 """The worker says, or it is certain, that its engine never saw the request."""
 _NO_ENDPOINT = "ENDPOINT_UNSUPPORTED"
-_LOST = frozenset({WORKER_LOST, "ENGINE_LOST"})
-"""The worker or its engine went away under a call."""
+_ENGINE_LOST = "ENGINE_LOST"
+_LOST = frozenset({WORKER_LOST, WORKER_SILENT, _ENGINE_LOST})
+"""The worker or its engine went away under a call, or hangs."""
 
 
 def engine_not_reached(error: KvloopError) -> bool:
@@ -48,5 +51,23 @@ def name_prompt(error: KvloopError, prompt_path: str) -> None:
 
 
 def worker_is_down(error: KvloopError) -> bool:
-    """True if other turns should avoid the worker for a while."""
+    """True if the turn had better go elsewhere: worker or engine are away, or hang."""
     return engine_not_reached(error) or error.reason in _LOST
+
+
+def is_down_for_all(error: KvloopError) -> bool:
+    """True if one such failure is enough to keep other turns away.
+
+    Where the engine's connection broke, it may have been this request's alone, with
+    hundreds beside it that go on. An engine that is gone refuses the next one, and
+    that leaves no doubt.
+    """
+    return worker_is_down(error) and error.reason != _ENGINE_LOST
+
+
+def is_the_workers_fault(error: KvloopError) -> bool:
+    """True if the worker failed where another might not have.
+
+    A deadline that passed is nobody's fault: the caller may have been impatient.
+    """
+    return isinstance(error, InternalError)

@@ -9,29 +9,19 @@ shorten the answer instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import structlog
 
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import InvalidFieldError, KvloopError
-from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.router.deadline import Deadline
 from services.router.failures import is_rejection
 from services.router.metrics import Fallback, RouterMetrics
 from services.router.request import TurnRequest
+from services.router.routing import Routes
 from services.router.workers import WorkerPool
 
 _log = structlog.get_logger(__name__)
-
-
-def context_limit(workers: Sequence[registry_pb2.Worker]) -> int:
-    """Tokens that prompt and answer may have together on every one of the workers.
-
-    0 if no worker says.
-    """
-    return min((w.traits.max_model_len for w in workers if w.traits.max_model_len), default=0)
 
 
 def refuse_if_too_long(request: TurnRequest, prompt_tokens: int | None, limit: int) -> None:
@@ -72,19 +62,19 @@ class LengthCheck:
     def __init__(
         self,
         workers: WorkerPool,
+        routes: Routes,
         metrics: RouterMetrics,
         *,
         bytes_per_token: float,
         timeout_seconds: float,
     ) -> None:
         self._workers = workers
+        self._routes = routes
         self._metrics = metrics
         self._bytes_per_token = bytes_per_token
         self._timeout_seconds = timeout_seconds
 
-    async def check(
-        self, request: TurnRequest, decode_worker_id: str, limit: int, deadline: Deadline
-    ) -> None:
+    async def check(self, request: TurnRequest, limit: int, deadline: Deadline) -> None:
         """Refuse a turn that is too long for the model.
 
         Raises:
@@ -98,13 +88,12 @@ class LengthCheck:
         # no bodies of responses.
         countable = request.options.prompts == 1 and request.api != common_pb2.API_RESPONSES
         if tokens is None and is_long and countable:
-            tokens = await self._count(request, decode_worker_id, deadline)
+            tokens = await self._count(request, deadline)
         refuse_if_too_long(request, tokens, limit)
 
-    async def _count(
-        self, request: TurnRequest, decode_worker_id: str, deadline: Deadline
-    ) -> int | None:
+    async def _count(self, request: TurnRequest, deadline: Deadline) -> int | None:
         """The prompt's tokens, or None if the worker could not say."""
+        decode_worker_id = self._routes.decode(request.model).worker_id
         asked = worker_pb2.CountTokensRequest(api=request.api, body_json=request.body_json)
         try:
             with self._workers.use(decode_worker_id) as client:

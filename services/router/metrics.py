@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvloop.common.v1 import common_pb2
+from services.router.breaker import BreakerState
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
@@ -142,6 +144,34 @@ class RouterMetrics:
             "Turns that wait for another of their tenant and model to end.",
             registry=registry,
         )
+        self._channels = Gauge(
+            "kvloop_router_worker_channels",
+            "Open channels to workers: one each, and those of workers that have left and "
+            "still have turns here.",
+            registry=registry,
+        )
+        self._matched_tokens = Counter(
+            "kvloop_router_matched_tokens",
+            "Tokens that the ledger knew to be retained for answered turns when their "
+            "workers were chosen. What was proven of them is counted beside it.",
+            registry=registry,
+        )
+        self._degraded = Gauge(
+            "kvloop_router_reuse_degraded",
+            "1 while most turns leave no retained KV behind: turns are routed by load alone.",
+            registry=registry,
+        )
+        self._breakers = Gauge(
+            "kvloop_router_breakers",
+            "Workers by what their circuit breaker lets through.",
+            ["state"],
+            registry=registry,
+        )
+        self._openings = Counter(
+            "kvloop_router_breaker_openings",
+            "Times that a worker was taken out because it could not be reached or failed.",
+            registry=registry,
+        )
         for outcome in Outcome:  # so that every label is there from the start
             self._turns.labels(outcome.value)
         for fallback in Fallback:
@@ -153,6 +183,27 @@ class RouterMetrics:
         """Show how many turns run and wait, as these say when Prometheus asks."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
+
+    def watch_channels(self, count: Callable[[], int]) -> None:
+        """Show how many channels are open, as this says when Prometheus asks."""
+        self._channels.set_function(count)
+
+    def watch_breakers(self, count: Callable[[BreakerState], int]) -> None:
+        """Show how many workers' breakers are in each state."""
+        for state in BreakerState:
+            self._breakers.labels(state.value).set_function(partial(count, state))
+
+    def watch_reuse(self, degraded: Callable[[], bool]) -> None:
+        """Show whether turns leave nothing behind, as this says."""
+        self._degraded.set_function(lambda: float(degraded()))
+
+    def matched(self, tokens: int) -> None:
+        """Count tokens that the ledger knew to be retained for a turn."""
+        self._matched_tokens.inc(tokens)
+
+    def breaker_opened(self) -> None:
+        """Count one breaker that opened."""
+        self._openings.inc()
 
     def turn_ended(self, outcome: Outcome) -> None:
         """Count one turn."""

@@ -1,45 +1,143 @@
-"""Who runs which leg: pure functions from facts to a ranking with reasons.
+"""Who runs which leg: pure functions from facts to a choice, or to a ranking with reasons.
 
-The turn pipeline takes the first usable entry; ExplainRoute shows them all.
+A policy is a name and two ways to score workers. What holds for all of them is
+here: who may be used at all, and that equals are chosen among at random. The
+pipeline chooses, which writes no reasons and sorts nothing; ExplainRoute ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+from kvloop.common.v1 import common_pb2
 from kvloop.compatibility import hand_over_obstacle, pull_obstacle
 from kvloop.kvmeta.v1 import registry_pb2
+from services.router.breaker import BreakerState
+from services.router.worker_load import DecodeLoad, PrefillLoad, WorkerLoad
 
 Rng = Callable[[], float]
 """Random numbers in [0, 1), to break ties. A fixed order would send every turn
 of an idle fleet to the same worker."""
 
-_COOLING = 1_000.0
-_CANNOT_PULL = 1_000.0
+LAST_RESORT = 1_000_000.0
+"""Added to the score of workers that are used only if there is no other."""
+LAST_SHARE = 0.5
+"""Share of a prompt that is taken to be known from earlier turns where only that
+there were some is known: nobody holds it any more, but caches may."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Candidate:
-    """One live worker and what this router knows of it now."""
+    """One live worker and what this router knows of it now.
+
+    The pool keeps it up to date; everyone else only reads it.
+    """
 
     worker: registry_pb2.Worker
     """As registered."""
     in_flight: int = 0
     """Turns that this router has in flight there."""
     reachable: bool = True
-    """False for a while after a connection to it has failed."""
+    """False while its breaker is open, or a probe is under way."""
+    breaker: BreakerState = BreakerState.CLOSED
+    """State of its breaker."""
+    load: WorkerLoad = None  # type: ignore[assignment]
+    """Its queue and figures."""
+    worker_id: str = field(init=False)
+    """Name of the worker."""
+    takes_turns: bool = field(init=False)
+    """False while it only finishes what it has."""
+    number: int = field(init=False)
+    """Differs for each name; see services/router/rendezvous.py."""
+    kind: bytes = field(init=False)
+    """Equal for workers that exchange KV with the same others."""
+
+    def __post_init__(self) -> None:
+        if self.load is None:
+            is_prefill = self.worker.role == common_pb2.WORKER_ROLE_PREFILL
+            self.load = PrefillLoad() if is_prefill else DecodeLoad()
+        name = hashlib.blake2b(self.worker.worker_id.encode(), digest_size=8)
+        self.number = int.from_bytes(name.digest())
+        self.registered(self.worker)
+
+    def registered(self, worker: registry_pb2.Worker) -> None:
+        """Take over what the worker has registered."""
+        self.worker = worker
+        self.worker_id = worker.worker_id
+        self.takes_turns = worker.state != registry_pb2.Worker.STATE_DRAINING
+        self.kind = _kind(worker)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnFacts:
+    """What is known of a turn when its workers are chosen."""
+
+    prompt_tokens: int = 0
+    """Tokens of its prompt, estimated; 0 if nothing is known."""
+    held_tokens: int = 0
+    """Tokens that the holder retains for it; 0 without a handle."""
+    holder_id: str = ""
+    """Worker that holds the conversation's KV, or empty."""
+    last_id: str = ""
+    """Worker that last served the conversation, or empty."""
+    affinity: int = 0
+    """Number that turns with the same beginning share."""
+    favourites: tuple[str, ...] = ()
+    """Prefill worker that this beginning belongs to, and who stands in for it."""
+    cached_shares: tuple[float, ...] = ()
+    """Share of a conversation's earlier turns that each of these was found to have in
+    its prefix cache, over all conversations."""
 
     @property
-    def worker_id(self) -> str:
-        """Name of the worker."""
-        return self.worker.worker_id
+    def pullable(self) -> int:
+        """Tokens of the prompt that a prefill worker can pull."""
+        return min(self.held_tokens, self.prompt_tokens)
 
     @property
-    def takes_turns(self) -> bool:
-        """False while it only finishes what it has."""
-        return self.worker.state != registry_pb2.Worker.STATE_DRAINING
+    def earlier_tokens(self) -> int:
+        """Tokens of the prompt that were part of earlier turns, as far as is known."""
+        if self.holder_id or not self.last_id:
+            return self.pullable
+        return int(self.prompt_tokens * LAST_SHARE)
+
+    def cached_at(self, prefill_worker_id: str) -> int:
+        """Tokens of the prompt that a prefill worker is likely to have cached."""
+        if prefill_worker_id not in self.favourites:
+            return 0
+        share = self.cached_shares[self.favourites.index(prefill_worker_id)]
+        return int(self.earlier_tokens * share)
+
+    def tokens_at(self, decode_worker_id: str) -> int:
+        """Tokens of the prompt that a decode worker has already."""
+        if decode_worker_id == self.holder_id:
+            return self.pullable
+        if decode_worker_id == self.last_id:
+            return int(self.prompt_tokens * LAST_SHARE)
+        return 0
+
+
+Scores = Sequence[float]
+Scorer = Callable[[Sequence[Candidate], TurnFacts, float, Rng], Scores]
+"""Scores of usable workers, lower is better, from (workers, facts, time, rng)."""
+Reason = Callable[[Candidate, TurnFacts, float], str]
+"""Why a worker has its score, in words, from (worker, facts, time)."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A way to choose workers."""
+
+    name: str
+    prefill: Scorer
+    prefill_reason: Reason
+    decode: Scorer
+    decode_reason: Reason
+    weighs_pulls: bool = False
+    """Whether a prefill worker's score says what it costs not to pull. If not, one
+    that cannot pull is used only where there is no other."""
 
 
 @dataclass(frozen=True)
@@ -64,72 +162,140 @@ class Ranked:
         return self.candidate.worker
 
 
-def rank_prefill(
-    candidates: Iterable[Candidate],
-    *,
-    decode: registry_pb2.Worker | None,
-    holder: registry_pb2.Worker | None,
-    rng: Rng,
-) -> list[Ranked]:
-    """Prefill workers, best first: by least load, ties at random.
+@dataclass(frozen=True)
+class PrefillChoice:
+    """Choice of a prefill worker.
 
-    Any of them can pull the conversation's KV, so there is no affinity. A worker
-    that was unreachable a moment ago is not usable: the prefill leg can be left
-    out, so nothing is gained by waiting for it.
-
-    Args:
-        candidates: live prefill workers.
-        decode: worker that will run the decode leg, if one was found.
-        holder: worker that holds the KV to pull, or None without a handle.
-        rng: breaks ties.
+    Any of them can pull the conversation's KV. One that is not reachable is not
+    usable: the prefill leg can be left out, so nothing is gained by waiting for it.
     """
 
-    def score(candidate: Candidate) -> tuple[float, str]:
+    policy: Policy
+    candidates: Sequence[Candidate]
+    """Live prefill workers."""
+    decode: registry_pb2.Worker | None
+    """Worker that will run the decode leg, if one was found."""
+    holder: registry_pb2.Worker | None
+    """Worker that holds the KV to pull, or None without a handle."""
+    facts: TurnFacts
+    now: float
+    rng: Rng
+
+    def choose(self) -> registry_pb2.Worker | None:
+        """The worker to use, or None."""
+        pulling, others = self._usable()
+        scores = self._scores(pulling, others)
+        chosen = _least([*pulling, *others] if others else pulling, scores, self.rng)
+        return chosen.worker if chosen is not None else None
+
+    def rank(self) -> list[Ranked]:
+        """All candidates, best first."""
+        pulling, others = self._usable()
+        scores = self._scores(pulling, others)
+        ranking = [
+            Ranked(candidate, score, self._reason(candidate))
+            for candidate, score in zip([*pulling, *others], scores, strict=True)
+        ]
+        usable = {id(entry.candidate) for entry in ranking}
+        barred = [
+            Ranked(candidate, math.inf, self._bar(candidate) or "")
+            for candidate in self.candidates
+            if id(candidate) not in usable
+        ]
+        return _sorted(ranking, self.rng) + barred
+
+    def _usable(self) -> tuple[list[Candidate], list[Candidate]]:
+        """Those that can be used: who can pull what is held, and the others."""
+        usable = [each for each in self.candidates if each.takes_turns and each.reachable]
+        one_of_a_kind = {candidate.kind: candidate.worker for candidate in usable}
+        verdicts = {kind: self._verdict(worker) for kind, worker in one_of_a_kind.items()}
+        if all(verdict == (True, True) for verdict in verdicts.values()):
+            return usable, []
+        return (
+            [candidate for candidate in usable if verdicts[candidate.kind] == (True, True)],
+            [candidate for candidate in usable if verdicts[candidate.kind] == (True, False)],
+        )
+
+    def _verdict(self, worker: registry_pb2.Worker) -> tuple[bool, bool]:
+        decode, holder = self.decode, self.holder
+        hands_over = decode is None or hand_over_obstacle(worker, decode) is None
+        return hands_over, holder is None or pull_obstacle(worker, holder) is None
+
+    def _scores(self, pulling: Sequence[Candidate], others: Sequence[Candidate]) -> Scores:
+        scores = self.policy.prefill(pulling, self.facts, self.now, self.rng) if pulling else ()
+        if not others:
+            return scores
+        without = replace(self.facts, held_tokens=0)
+        more = self.policy.prefill(others, without, self.now, self.rng)
+        penalty = 0.0 if self.policy.weighs_pulls else LAST_RESORT
+        return [*scores, *(score + penalty for score in more)]
+
+    def _bar(self, candidate: Candidate) -> str | None:
         if not candidate.takes_turns:
-            return math.inf, "draining"
+            return "draining"
         if not candidate.reachable:
-            return math.inf, "could not be reached a moment ago"
-        if decode is not None and (obstacle := hand_over_obstacle(candidate.worker, decode)):
-            return math.inf, f"cannot hand over to {decode.worker_id}: {obstacle.value}"
-        load = _load(candidate)
-        if holder is not None and (obstacle := pull_obstacle(candidate.worker, holder)):
-            return (
-                candidate.in_flight + _CANNOT_PULL,
-                f"cannot pull from {holder.worker_id}: {obstacle.value}; {load}",
-            )
-        return candidate.in_flight, load
+            return _breaker_words(candidate)
+        if self.decode is not None:
+            obstacle = hand_over_obstacle(candidate.worker, self.decode)
+            if obstacle is not None:
+                return f"cannot hand over to {self.decode.worker_id}: {obstacle.value}"
+        return None
 
-    return _ranked(candidates, score, rng)
+    def _reason(self, candidate: Candidate) -> str:
+        words, facts = "", self.facts
+        if self.holder is not None:
+            obstacle = pull_obstacle(candidate.worker, self.holder)
+            if obstacle is not None:
+                words = f"cannot pull from {self.holder.worker_id}: {obstacle.value}; "
+                facts = replace(facts, held_tokens=0)
+        return words + self.policy.prefill_reason(candidate, facts, self.now) + _trial(candidate)
 
 
-def rank_decode(
-    candidates: Iterable[Candidate], *, holder_id: str, last_id: str, rng: Rng
-) -> list[Ranked]:
-    """Decode workers, best first: by conversation, then by least load, ties at random.
+@dataclass(frozen=True)
+class DecodeChoice:
+    """Choice of a decode worker.
 
-    Health beats affinity: a worker that was unreachable a moment ago comes last,
-    even if it holds the conversation. It stays usable, because the decode leg
-    cannot be left out.
-
-    Args:
-        candidates: live decode workers.
-        holder_id: worker that holds the conversation's KV, or empty.
-        last_id: worker that last served the conversation, or empty.
-        rng: breaks ties.
+    Health beats affinity: a worker that is not reachable comes last, even if it
+    holds the conversation. It stays usable, because the decode leg cannot be left
+    out.
     """
 
-    def score(candidate: Candidate) -> tuple[float, str]:
-        if not candidate.takes_turns:
-            return math.inf, "draining"
-        if not candidate.reachable:
-            return candidate.in_flight + _COOLING, "could not be reached a moment ago"
-        if candidate.worker_id == holder_id:
-            return 0.0, "holds the conversation's KV"
-        if candidate.worker_id == last_id:
-            return 0.5, "served the conversation last"
-        return 1.0 + candidate.in_flight, _load(candidate)
+    policy: Policy
+    candidates: Sequence[Candidate]
+    """Live decode workers."""
+    facts: TurnFacts
+    now: float
+    rng: Rng
 
-    return _ranked(candidates, score, rng)
+    def choose(self) -> registry_pb2.Worker | None:
+        """The worker to use, or None."""
+        usable = [c for c in self.candidates if c.takes_turns and c.reachable]
+        if usable:
+            scores = self.policy.decode(usable, self.facts, self.now, self.rng)
+        else:
+            usable = [c for c in self.candidates if c.takes_turns]
+            scores = _last_resort(usable)
+        chosen = _least(usable, scores, self.rng)
+        return chosen.worker if chosen is not None else None
+
+    def rank(self) -> list[Ranked]:
+        """All candidates, best first."""
+        usable = [c for c in self.candidates if c.takes_turns and c.reachable]
+        scores = self.policy.decode(usable, self.facts, self.now, self.rng) if usable else ()
+        ranking = [
+            Ranked(candidate, score, self._reason(candidate))
+            for candidate, score in zip(usable, scores, strict=True)
+        ]
+        cut_off = [c for c in self.candidates if c.takes_turns and not c.reachable]
+        last = [
+            Ranked(candidate, score, _breaker_words(candidate))
+            for candidate, score in zip(cut_off, _last_resort(cut_off), strict=True)
+        ]
+        barred = [Ranked(c, math.inf, "draining") for c in self.candidates if not c.takes_turns]
+        return _sorted(ranking, self.rng) + _sorted(last, self.rng) + barred
+
+    def _reason(self, candidate: Candidate) -> str:
+        return self.policy.decode_reason(candidate, self.facts, self.now) + _trial(candidate)
 
 
 def first_usable(ranking: Sequence[Ranked]) -> registry_pb2.Worker | None:
@@ -137,12 +303,40 @@ def first_usable(ranking: Sequence[Ranked]) -> registry_pb2.Worker | None:
     return ranking[0].worker if ranking and ranking[0].usable else None
 
 
-def _ranked(
-    candidates: Iterable[Candidate], score: Callable[[Candidate], tuple[float, str]], rng: Rng
-) -> list[Ranked]:
-    ranking = [Ranked(candidate, *score(candidate)) for candidate in candidates]
+def turns_in_flight(candidate: Candidate) -> str:
+    """How busy a worker is, in words."""
+    return f"{candidate.in_flight} turns in flight"
+
+
+def _least(candidates: Sequence[Candidate], scores: Scores, rng: Rng) -> Candidate | None:
+    if not candidates:
+        return None
+    best = min(scores)
+    ties = [place for place, score in enumerate(scores) if score == best]
+    return candidates[ties[int(rng() * len(ties))] if len(ties) > 1 else ties[0]]
+
+
+def _sorted(ranking: list[Ranked], rng: Rng) -> list[Ranked]:
     return sorted(ranking, key=lambda entry: (entry.score, rng()))
 
 
-def _load(candidate: Candidate) -> str:
-    return f"{candidate.in_flight} turns in flight"
+def _last_resort(candidates: Sequence[Candidate]) -> list[float]:
+    return [LAST_RESORT + candidate.in_flight for candidate in candidates]
+
+
+def _breaker_words(candidate: Candidate) -> str:
+    if candidate.breaker is BreakerState.HALF_OPEN:
+        return "failed a moment ago; one turn is trying it again"
+    return "could not be reached, or failed, a moment ago"
+
+
+def _trial(candidate: Candidate) -> str:
+    return "; the next turn tries it again" if candidate.breaker is BreakerState.HALF_OPEN else ""
+
+
+def _kind(worker: registry_pb2.Worker) -> bytes:
+    """What `kvloop.compatibility` looks at: everything but the engine's own life."""
+    traits = registry_pb2.EngineTraits()
+    traits.CopyFrom(worker.traits)
+    traits.side_channel_host, traits.side_channel_port, traits.num_kv_blocks = "", 0, 0
+    return worker.model.encode() + b"\0" + traits.SerializeToString(deterministic=True)

@@ -10,7 +10,7 @@ import structlog
 
 from kvloop.common.v1 import common_pb2
 from kvloop.compatibility import pull_obstacle
-from kvloop.errors import KvloopError
+from kvloop.errors import DeadlineError, KvloopError
 from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.common.span_attributes import WORKER_ID, miss_attributes, report_attributes
@@ -23,8 +23,9 @@ from services.router.failures import (
 from services.router.handle_source import foreign_source
 from services.router.handles import HandleDesk, HeldHandle, OpenTurn
 from services.router.metrics import Fallback, RouterMetrics
-from services.router.policy import Rng, first_usable, rank_prefill
+from services.router.patience import Patience, silent
 from services.router.receipt import miss_reason
+from services.router.routing import Routes
 from services.router.token_handover import takes_token_ids
 from services.router.turn_state import Turn
 from services.router.worker_client import prompt_span
@@ -55,29 +56,29 @@ class PrefillLeg:
 
     Args:
         pool: the live workers.
+        routes: chooses among them.
         handles: takes unused handles back.
         metrics: counts departures from the plan.
-        rng: breaks ties between workers.
         connect_timeout_seconds: how long to wait for a connection.
-        timeout_seconds: how long one attempt may take.
+        patience: how long one attempt may take.
     """
 
     def __init__(
         self,
         pool: WorkerPool,
+        routes: Routes,
         handles: HandleDesk,
         metrics: RouterMetrics,
         *,
-        rng: Rng,
         connect_timeout_seconds: float,
-        timeout_seconds: float,
+        patience: Patience,
     ) -> None:
         self._pool = pool
+        self._routes = routes
         self._handles = handles
         self._metrics = metrics
-        self._rng = rng
         self._connect_timeout_seconds = connect_timeout_seconds
-        self._timeout_seconds = timeout_seconds
+        self._patience = patience
 
     async def run(self, turn: Turn, opened: OpenTurn) -> None:
         """Fill in what the leg handed over, or leave it out.
@@ -142,14 +143,13 @@ class PrefillLeg:
             )
 
     def _choose(self, turn: Turn, opened: OpenTurn, tried: set[str]) -> registry_pb2.Worker | None:
-        candidates = self._pool.candidates(turn.request.model, common_pb2.WORKER_ROLE_PREFILL)
-        ranking = rank_prefill(
-            [candidate for candidate in candidates if candidate.worker_id not in tried],
+        return self._routes.prefill(
+            turn.request.model,
+            turn.facts,
             decode=turn.decode_worker,
             holder=self._holder(opened),
-            rng=self._rng,
+            but=tried,
         )
-        return first_usable(ranking)
 
     async def _pair(
         self, turn: Turn, opened: OpenTurn, worker: registry_pb2.Worker
@@ -175,11 +175,12 @@ class PrefillLeg:
             prompt=prompt_span(turn.request),
             hand_token_ids_over=takes_token_ids(turn.request, turn.decode_worker),
         )
-        with self._pool.use(worker.worker_id) as client:
+        with self._pool.use(worker.worker_id, turn.facts) as client:
             await client.connect(
                 timeout_seconds=turn.deadline.hop_timeout(self._connect_timeout_seconds)
             )
-            timeout = turn.deadline.hop_timeout(self._timeout_seconds)
+            patience = self._patience.with_prefill(len(turn.request.body_json))
+            timeout = turn.deadline.hop_timeout(patience)
             if held is not None:
                 request.transfer_params_json = held.show()
                 request.engine.CopyFrom(held.handle.engine)
@@ -192,7 +193,10 @@ class PrefillLeg:
                 if held is not None and params_unused(error):
                     held.unshow()
                     turn.handle_hit = False
+                if isinstance(error, DeadlineError) and not turn.deadline.passed:
+                    raise silent(worker.worker_id, timeout) from error
                 raise
+            self._routes.prefilled(turn.request, worker.worker_id, turn.facts, response.report)
         turn.prefill_worker = worker
         turn.transfer_params = response.transfer_params_json
         turn.report = response.report
@@ -208,8 +212,6 @@ class PrefillLeg:
         error: KvloopError,
     ) -> None:
         """Learn from a failed attempt; raise if another would not help."""
-        if worker_is_down(error):
-            self._pool.cool_down(worker.worker_id)
         if is_rejection(error):
             raise error
         turn.deadline.check()

@@ -14,7 +14,6 @@ from services.common.tracing import carried
 from services.router.explain import Explainer
 from services.router.identity import Caller, conversation_key
 from services.router.ledger import Ledger
-from services.router.length import context_limit
 from services.router.reception import Reception
 from services.router.request import (
     TurnRequest,
@@ -99,7 +98,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             models=[
                 router_pb2.Model(
                     name=model.name,
-                    max_model_len=context_limit([*model.prefill, *model.decode]),
+                    max_model_len=model.context_limit,
                     prefill_workers=len(model.prefill),
                     decode_workers=len(model.decode),
                 )

@@ -34,6 +34,9 @@ class RouterSettings(ServerTlsSettings, PeerTlsSettings, TracingSettings):
     """host:port of the gRPC server; an IPv6 host needs brackets."""
     gateway_listen: str = "127.0.0.1:7180"
     """host:port of the OpenAI-compatible HTTP server; empty: there is none."""
+    processes: int = Field(default=1, ge=1, le=64)
+    """Router processes that share the ports; the kernel spreads connections over
+    them. Each needs a core to be of use, and limits turns by itself."""
     kvmeta: str = "127.0.0.1:7200"
     """host:port of kvmeta. The router starts, and serves, without it."""
     metrics_listen: str | None = None
@@ -90,10 +93,29 @@ class RouterSettings(ServerTlsSettings, PeerTlsSettings, TracingSettings):
 
     connect_timeout_seconds: float = Field(default=2.0, gt=0)
     """How long a leg waits for a connection to its worker."""
+    policy: Literal["least_loaded", "power_of_two", "prefix_affinity", "expected_ttft"] = (
+        "expected_ttft"
+    )
+    """How workers are chosen; see docs/routing.md."""
+    worker_failures: int = Field(default=5, ge=1)
+    """Turns in a row that fail on a worker that can be reached before it is avoided.
+    One that cannot be reached is avoided at once."""
     worker_cooldown_seconds: float = Field(default=2.0, ge=0)
-    """How long a worker is avoided after it could not be reached."""
-    prefill_timeout_seconds: float = Field(default=600.0, gt=0)
-    """How long one attempt at a prefill leg may take."""
+    """How long a worker is avoided then, before one turn tries it again. Doubles each
+    time that this fails, ..."""
+    worker_cooldown_max_seconds: float = Field(default=30.0, ge=0)
+    """... up to this."""
+    prefill_timeout_seconds: float = Field(default=60.0, gt=0)
+    """How long one attempt at a prefill leg may take, apart from the time for its
+    prompt. Then another worker computes it: a prefill worker, or decode."""
+    first_chunk_timeout_seconds: float = Field(default=300.0, gt=0)
+    """How long the first chunk of a streamed answer may take, likewise; then another
+    decode worker is asked. An answer in one piece may take all of the turn's time."""
+    next_chunk_timeout_seconds: float = Field(default=300.0, gt=0)
+    """How long each further chunk may take; then the answer ends with an error."""
+    prompt_bytes_per_second: float = Field(default=4000.0, gt=0)
+    """The slowest pace at which engines compute prompts, in bytes of the request's
+    body: both legs may take so much longer. 4000 are about 1000 tokens of text."""
     max_turn_seconds: float = Field(default=3600.0, gt=0)
     """How long a turn may take whose caller sets no deadline or a later one."""
     deadline_margin_seconds: float = Field(default=0.02, ge=0)
@@ -102,10 +124,11 @@ class RouterSettings(ServerTlsSettings, PeerTlsSettings, TracingSettings):
 
     estimate_timeout_seconds: float = Field(default=0.5, gt=0)
     """How long a prefill worker may take to tell ExplainRoute what a pull would take."""
-    length_check_bytes_per_token: float = Field(default=1.0, gt=0)
+    length_check_bytes_per_token: float = Field(default=3.0, gt=0)
     """Bodies of more bytes than this times the model's context are counted before
-    prefill. 1 finds every prompt that is too long, as no token is shorter than a
-    byte; 3 finds most, and spares ordinary text near the limit a tokenization."""
+    prefill, which costs a tokenization more. 1 finds every prompt that is too long, as
+    no token is shorter than a byte; 3 finds most, and counts no ordinary text that
+    fills less than three quarters of the context."""
     length_check_timeout_seconds: float = Field(default=5.0, gt=0)
     """How long that count may take before it is left to the engine."""
 

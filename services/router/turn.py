@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import KvloopError, ModelNotFoundError, UnavailableError
-from kvloop.kvmeta.v1 import registry_pb2
+from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
 from kvloop.router.v1 import router_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.router import receipt
@@ -20,10 +20,10 @@ from services.router.failures import name_prompt
 from services.router.handles import HandleDesk, OpenTurn
 from services.router.history import History
 from services.router.identity import conversation_key
-from services.router.length import LengthCheck, context_limit
-from services.router.policy import Rng, first_usable, rank_decode
+from services.router.length import LengthCheck
 from services.router.prefill_leg import PrefillLeg
 from services.router.request import TurnRequest
+from services.router.routing import Routes
 from services.router.turn_ends import TurnEnds
 from services.router.turn_state import Turn
 from services.router.workers import ModelWorkers, WorkerPool
@@ -59,13 +59,13 @@ class TurnPipeline:
 
     Args:
         pool: the live workers.
+        routes: chooses among them.
         handles: opens turns at the ledger.
         length: refuses prompts that are too long.
         prefill: runs the prefill leg.
         decode: runs the decode leg.
         ends: notes how turns end.
         clock: seconds on a clock that never goes back.
-        rng: breaks ties between workers.
         new_id: makes turn ids.
     """
 
@@ -73,23 +73,23 @@ class TurnPipeline:
         self,
         *,
         pool: WorkerPool,
+        routes: Routes,
         handles: HandleDesk,
         length: LengthCheck,
         prefill: PrefillLeg,
         decode: DecodeLeg,
         ends: TurnEnds,
         clock: Clock,
-        rng: Rng,
         new_id: Callable[[], uuid.UUID] = uuid.uuid4,
     ) -> None:
         self._pool = pool
+        self._routes = routes
         self._handles = handles
         self._length = length
         self._prefill = prefill
         self._decode = decode
         self._ends = ends
         self._clock = clock
-        self._rng = rng
         self._new_id = new_id
 
     async def run(
@@ -140,9 +140,7 @@ class TurnPipeline:
         """Everything up to the hand-over; the handle is used or returned by its end."""
         request = turn.request
         workers = admit(request.model, self._pool.models())
-        limit = context_limit([*workers.prefill, *workers.decode])
-        counter = self._choose_decode(request.model)
-        await self._length.check(request, counter.worker_id, limit, turn.deadline)
+        await self._length.check(request, workers.context_limit, turn.deadline)
         turn.miss_reason = request.miss_reason
         if not request.retains:
             opened = OpenTurn(0, None, request.miss_reason, "")
@@ -174,21 +172,15 @@ class TurnPipeline:
             return await self._prefilled(turn, opened)
 
     async def _prefilled(self, turn: Turn, opened: OpenTurn) -> registry_pb2.Worker:
-        holder_id = opened.held.handle.worker_id if opened.held is not None else ""
-        worker = self._choose_decode(turn.request.model, holder_id, opened.last_worker_id)
+        held = opened.held.handle if opened.held is not None else ledger_pb2.Handle()
+        turn.facts = self._routes.facts(
+            turn.request,
+            holder_id=held.worker_id,
+            held_tokens=held.num_tokens,
+            last_id=opened.last_worker_id,
+        )
+        worker = self._routes.decode(turn.request.model, turn.facts)
         turn.decode_worker = worker
         if turn.request.options.single_leg_feature is None:
             await self._prefill.run(turn, opened)
-        return worker
-
-    def _choose_decode(
-        self, model: str, holder_id: str = "", last_id: str = ""
-    ) -> registry_pb2.Worker:
-        candidates = self._pool.candidates(model, common_pb2.WORKER_ROLE_DECODE)
-        ranking = rank_decode(candidates, holder_id=holder_id, last_id=last_id, rng=self._rng)
-        worker = first_usable(ranking)
-        if worker is None:
-            raise UnavailableError(
-                f"no decode worker takes turns for {model!r} now", reason="NO_DECODE_WORKER"
-            )
         return worker

@@ -6,16 +6,20 @@ import structlog
 
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import DeadlineError, KvloopError, ModelNotFoundError
+from kvloop.worker.v1 import worker_pb2
 from services.router import receipt
 from services.router.deadline import Clock
 from services.router.failures import is_rejection
 from services.router.metrics import Outcome, RouterMetrics
+from services.router.reuse_watch import ReuseWatch
 from services.router.status.entry import entry_of
 from services.router.status.journal import TurnJournal
 from services.router.turn_span import turn_attributes
 from services.router.turn_state import Turn
 
 _log = structlog.get_logger(__name__)
+_RETAINED = frozenset({worker_pb2.COMMIT_OUTCOME_COMMITTED, worker_pb2.COMMIT_OUTCOME_SUPERSEDED})
+"""Outcomes that leave the conversation's KV in the ledger, this turn's or a newer one's."""
 
 
 class TurnEnds:
@@ -24,15 +28,23 @@ class TurnEnds:
     Args:
         metrics: counts them.
         journal: remembers them for the status page.
+        reuse: notices when they leave nothing behind.
         clock: seconds on a clock that never goes back.
         wall_clock: seconds since the epoch.
     """
 
     def __init__(
-        self, metrics: RouterMetrics, journal: TurnJournal, *, clock: Clock, wall_clock: Clock
+        self,
+        metrics: RouterMetrics,
+        journal: TurnJournal,
+        reuse: ReuseWatch,
+        *,
+        clock: Clock,
+        wall_clock: Clock,
     ) -> None:
         self._metrics = metrics
         self._journal = journal
+        self._reuse = reuse
         self._clock = clock
         self._wall_clock = wall_clock
 
@@ -41,6 +53,11 @@ class TurnEnds:
         reason = receipt.miss_reason(turn)
         if reason != common_pb2.MISS_REASON_UNSPECIFIED:
             self._metrics.missed(reason)
+        self._metrics.matched(turn.facts.held_tokens)
+        if turn.commit is not None and turn.summary is not None:
+            outcome = turn.summary.commit_outcome
+            name = worker_pb2.CommitOutcome.Name(outcome).removeprefix("COMMIT_OUTCOME_")
+            self._reuse.ended(retained=outcome in _RETAINED, outcome=name)
         if turn.first_chunk_at is not None:
             self._metrics.first_chunk(receipt.ttft_seconds(turn), receipt.decode_leg_seconds(turn))
             between = _completion_tokens(turn) - 1

@@ -9,6 +9,7 @@ from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.common.tracing import Span, current
 from services.router.deadline import Deadline
+from services.router.policy import TurnFacts
 from services.router.request import TurnRequest
 
 
@@ -39,6 +40,8 @@ class Turn:
     handle_hit: bool = False
     """Whether a handle went to a prefill worker."""
 
+    facts: TurnFacts = field(default_factory=TurnFacts)
+    """What was known when its workers were chosen."""
     decode_worker: registry_pb2.Worker | None = None
     """Worker chosen for the decode leg."""
     prefill_worker: registry_pb2.Worker | None = None

@@ -86,6 +86,8 @@ class GrpcWorkerClient:
         broke after the request was sent. Only the channel's state tells whether
         a handle may still be used elsewhere.
         """
+        if self._channel.get_state() is grpc.ChannelConnectivity.READY:
+            return  # as nearly always: no timer is needed
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._ready()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     asynccontextmanager,
     contextmanager,
 )
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import structlog
 
@@ -19,10 +20,14 @@ from kvloop.common.v1 import common_pb2
 from kvloop.errors import UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.tls import TlsSource
+from services.router.breaker import BreakerLimits, BreakerState
 from services.router.deadline import Clock
 from services.router.failures import WORKER_UNREACHABLE
-from services.router.policy import Candidate
+from services.router.policy import Candidate, TurnFacts
+from services.router.speeds import SpeedLines
 from services.router.worker_client import GrpcWorkerClient, WorkerClient
+from services.router.worker_life import WorkerLife
+from services.router.worker_load import DecodeLoad, PrefillLoad, WorkerLoad
 
 _log = structlog.get_logger(__name__)
 
@@ -53,22 +58,14 @@ class ModelWorkers:
     prefill: list[registry_pb2.Worker]
     decode: list[registry_pb2.Worker]
 
+    @cached_property
+    def context_limit(self) -> int:
+        """Tokens that prompt and answer may have together on every one of the workers.
 
-@dataclass(eq=False)
-class _Entry:
-    """One life of one worker, with its channel."""
-
-    worker: registry_pb2.Worker
-    client: WorkerClient
-    channel: AsyncExitStack
-    in_flight: int = 0
-    cooling_until: float | None = None
-    unconfirmed_until: float | None = None
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def same_life(self, worker: registry_pb2.Worker) -> bool:
-        mine = self.worker
-        return (mine.address, mine.engine) == (worker.address, worker.engine)
+        0 if no worker says.
+        """
+        said = (worker.traits.max_model_len for worker in (*self.prefill, *self.decode))
+        return min((tokens for tokens in said if tokens), default=0)
 
 
 class WorkerPool:
@@ -80,10 +77,11 @@ class WorkerPool:
     Args:
         tasks: owns the tasks that wait for those last turns.
         clock: seconds on a clock that never goes back.
-        cooldown_seconds: how long a worker is avoided after it could not be reached.
+        breakers: when workers are avoided that could not be reached, or failed.
         grace_seconds: how long a worker is kept that the registry has forgotten
             without saying that it left, as a registry does that has just started.
         connect: opens a worker's channel.
+        breaker_opened: told when a worker's breaker opens.
     """
 
     def __init__(
@@ -91,40 +89,64 @@ class WorkerPool:
         tasks: asyncio.TaskGroup,
         *,
         clock: Clock,
-        cooldown_seconds: float,
+        breakers: BreakerLimits,
         grace_seconds: float,
         connect: Connect,
+        breaker_opened: Callable[[], None] = lambda: None,
     ) -> None:
         self._clock = clock
-        self._cooldown_seconds = cooldown_seconds
+        self._breakers = breakers
         self._grace_seconds = grace_seconds
         self._connect = connect
-        self._entries: dict[str, _Entry] = {}
+        self._breaker_opened = breaker_opened
+        self._lives: dict[str, WorkerLife] = {}
+        self._unconfirmed: dict[str, WorkerLife] = {}
+        self._tripped: dict[str, WorkerLife] = {}  # whose breaker is not closed
+        self._speeds: dict[str, SpeedLines] = {}  # by model
+        # Made when somebody asks, until something changes: a turn asks several times.
+        self._rosters: dict[tuple[str, int], list[Candidate]] = {}  # by model and role
+        self._models: list[ModelWorkers] | None = None
         self._tasks = tasks
-        self._leaving: dict[_Entry, asyncio.Task[None]] = {}
+        self._leaving: dict[WorkerLife, asyncio.Task[None]] = {}
 
     async def aclose(self) -> None:
         """Close every channel. Turns in flight are cut."""
         for task in self._leaving.values():
             task.cancel()
-        for entry in [*self._leaving, *self._entries.values()]:
-            await entry.channel.aclose()
-        self._entries.clear()
+        for life in [*self._leaving, *self._lives.values()]:
+            await life.channel.aclose()
+        self._lives.clear()
+
+    @property
+    def channels(self) -> int:
+        """Open channels, those to workers that have left included."""
+        return len(self._lives) + len(self._leaving)
 
     # What the registry says.
 
     async def put(self, worker: registry_pb2.Worker) -> None:
         """Add a worker, or take over what has changed about it."""
-        entry = self._entries.get(worker.worker_id)
-        if entry is not None and entry.same_life(worker):
-            entry.worker = worker
-            entry.unconfirmed_until = None
+        known = self._lives.get(worker.worker_id)
+        if known is not None and known.is_of(worker):
+            known.candidate.registered(worker)
+            known.unconfirmed_until = None
+            self._unconfirmed.pop(worker.worker_id, None)
+            self._roster_changed()
             return
         channel = AsyncExitStack()
         client = await channel.enter_async_context(self._connect(worker))
-        self._entries[worker.worker_id] = _Entry(worker, client, channel)
-        if entry is not None:
-            self._close_when_idle(entry)
+        self._lives[worker.worker_id] = WorkerLife(
+            Candidate(worker, load=self._new_load(worker)),
+            client,
+            channel,
+            clock=self._clock,
+            limits=self._breakers,
+            breaker_changed=self._breaker_changed,
+            breaker_opened=self._breaker_opened,
+        )
+        self._roster_changed()
+        if known is not None:
+            self._retire(known)
         _log.info(
             "worker_added",
             worker_id=worker.worker_id,
@@ -135,97 +157,131 @@ class WorkerPool:
 
     def remove(self, worker_id: str) -> None:
         """Give the worker no new turns."""
-        entry = self._entries.pop(worker_id, None)
-        if entry is not None:
-            self._close_when_idle(entry)
+        life = self._lives.pop(worker_id, None)
+        if life is not None:
+            self._roster_changed()
+            self._retire(life)
             _log.info("worker_removed", worker_id=worker_id)
 
     def keep_only(self, confirmed: set[str]) -> None:
         """Forget, after a grace period, the workers that are not confirmed."""
         now = self._clock()
-        for worker_id, entry in self._entries.items():
-            if worker_id not in confirmed and entry.unconfirmed_until is None:
-                entry.unconfirmed_until = now + self._grace_seconds
+        for worker_id, life in self._lives.items():
+            if worker_id not in confirmed and life.unconfirmed_until is None:
+                life.unconfirmed_until = now + self._grace_seconds
+                self._unconfirmed[worker_id] = life
 
     # What the turns ask.
 
-    def candidates(self, model: str, role: common_pb2.WorkerRole.ValueType) -> list[Candidate]:
+    def candidates(self, model: str, role: common_pb2.WorkerRole.ValueType) -> Sequence[Candidate]:
         """The model's live workers of one role, also those that take no turns."""
-        return [
-            self._candidate(entry)
-            for entry in self._live()
-            if entry.worker.model == model and entry.worker.role == role
-        ]
+        self._catch_up()
+        roster = self._rosters.get((model, role))
+        if roster is None:
+            roster = self._rosters[model, role] = [
+                candidate
+                for candidate in (life.candidate for life in self._lives.values())
+                if candidate.worker.model == model and candidate.worker.role == role
+            ]
+        return roster
 
     def all(self) -> dict[str, Candidate]:
         """Every live worker by its id."""
-        return {entry.worker.worker_id: self._candidate(entry) for entry in self._live()}
+        self._catch_up()
+        return {worker_id: life.candidate for worker_id, life in self._lives.items()}
 
     def find(self, worker_id: str) -> Candidate | None:
         """One live worker, or None."""
-        self._forget_unconfirmed()
-        entry = self._entries.get(worker_id)
-        return self._candidate(entry) if entry is not None else None
+        self._catch_up()
+        life = self._lives.get(worker_id)
+        return life.candidate if life is not None else None
 
     def models(self) -> list[ModelWorkers]:
         """Every model that some worker takes turns for, sorted by name."""
-        found: dict[str, ModelWorkers] = {}
-        for entry in self._live():
-            worker = entry.worker
-            model = found.setdefault(worker.model, ModelWorkers(worker.model, [], []))
-            if self._candidate(entry).takes_turns:
-                is_prefill = worker.role == common_pb2.WORKER_ROLE_PREFILL
-                (model.prefill if is_prefill else model.decode).append(worker)
-        return [found[name] for name in sorted(found)]
+        self._catch_up()
+        if self._models is None:
+            found: dict[str, ModelWorkers] = {}
+            for candidate in (life.candidate for life in self._lives.values()):
+                worker = candidate.worker
+                model = found.setdefault(worker.model, ModelWorkers(worker.model, [], []))
+                if candidate.takes_turns:
+                    is_prefill = worker.role == common_pb2.WORKER_ROLE_PREFILL
+                    (model.prefill if is_prefill else model.decode).append(worker)
+            self._models = [found[name] for name in sorted(found)]
+        return self._models
+
+    def breakers(self, state: BreakerState) -> int:
+        """Workers whose breaker is in that state now."""
+        self._catch_up()
+        return sum(life.candidate.breaker is state for life in self._lives.values())
 
     @contextmanager
-    def use(self, worker_id: str) -> Iterator[WorkerClient]:
+    def use(self, worker_id: str, facts: TurnFacts | None = None) -> Iterator[WorkerClient]:
         """The worker's client, counted as one turn in flight while the block runs.
+
+        How the block ends tells the worker's breaker how the worker is.
+
+        Args:
+            worker_id: the worker.
+            facts: of the turn whose leg runs there, if it is one; see `prefilled` and
+                `first_chunk`.
 
         Raises:
             UnavailableError: reason WORKER_UNREACHABLE; the worker has left.
         """
-        entry = self._entries.get(worker_id)
-        if entry is None:
+        life = self._lives.get(worker_id)
+        if life is None:
             raise UnavailableError(
                 f"worker {worker_id} has left", reason=WORKER_UNREACHABLE, worker_id=worker_id
             )
-        entry.in_flight += 1
-        entry.idle.clear()
-        try:
-            yield entry.client
-        finally:
-            entry.in_flight -= 1
-            if entry.in_flight == 0:
-                entry.idle.set()
+        with life.use(facts) as client:
+            yield client
 
-    def cool_down(self, worker_id: str) -> None:
-        """Avoid the worker for a while: it could not be reached."""
-        entry = self._entries.get(worker_id)
-        if entry is not None:
-            entry.cooling_until = self._clock() + self._cooldown_seconds
-            _log.warning("worker_cooling", worker_id=worker_id, seconds=self._cooldown_seconds)
+    def prefilled(self, worker_id: str, facts: TurnFacts, report: common_pb2.PrefillReport) -> None:
+        """Learn from a prefill leg in `use` that has ended well."""
+        if (life := self._lives.get(worker_id)) is not None:
+            life.prefilled(facts, report)
 
-    def _candidate(self, entry: _Entry) -> Candidate:
-        cooling = entry.cooling_until is not None and self._clock() < entry.cooling_until
-        return Candidate(entry.worker, in_flight=entry.in_flight, reachable=not cooling)
+    def first_chunk(self, worker_id: str, facts: TurnFacts) -> None:
+        """Learn from a decode leg in `use` whose first chunk has come."""
+        if (life := self._lives.get(worker_id)) is not None:
+            life.first_chunk(facts)
 
-    def _live(self) -> list[_Entry]:
-        self._forget_unconfirmed()
-        return list(self._entries.values())
+    def _new_load(self, worker: registry_pb2.Worker) -> WorkerLoad:
+        speeds = self._speeds.setdefault(worker.model, SpeedLines())
+        is_prefill = worker.role == common_pb2.WORKER_ROLE_PREFILL
+        return PrefillLoad(speeds) if is_prefill else DecodeLoad(speeds)
 
-    def _forget_unconfirmed(self) -> None:
-        now = self._clock()
-        for worker_id, entry in list(self._entries.items()):
-            if entry.unconfirmed_until is not None and now >= entry.unconfirmed_until:
-                self.remove(worker_id)
+    def _breaker_changed(self, life: WorkerLife) -> None:
+        life.see(self._clock())
+        if life.breaker.open_until is None:
+            self._tripped.pop(life.worker_id, None)
+        elif self._lives.get(life.worker_id) is life:
+            self._tripped[life.worker_id] = life
 
-    def _close_when_idle(self, entry: _Entry) -> None:
+    def _catch_up(self) -> None:
+        """Let the time that has passed take effect."""
+        if self._unconfirmed or self._tripped:
+            now = self._clock()
+            for worker_id, life in list(self._unconfirmed.items()):
+                if life.unconfirmed_until is not None and now >= life.unconfirmed_until:
+                    self.remove(worker_id)
+            for life in self._tripped.values():
+                life.see(now)
+
+    def _roster_changed(self) -> None:
+        self._rosters.clear()
+        self._models = None
+
+    def _retire(self, life: WorkerLife) -> None:
+        """Let a life's turns go on to their end, then close its channel."""
+        self._unconfirmed.pop(life.worker_id, None)
+        self._tripped.pop(life.worker_id, None)
+
         async def close() -> None:
-            if entry.in_flight:
-                await entry.idle.wait()
-            await entry.channel.aclose()
+            await life.idle.wait()
+            await life.channel.aclose()
 
-        name = f"close channel of {entry.worker.worker_id}"
-        task = self._leaving[entry] = self._tasks.create_task(close(), name=name)
-        task.add_done_callback(lambda _: self._leaving.pop(entry, None))
+        task = self._tasks.create_task(close(), name=f"close channel of {life.worker_id}")
+        self._leaving[life] = task
+        task.add_done_callback(lambda _: self._leaving.pop(life, None))

@@ -121,9 +121,10 @@ class EngineHost:
         self._wanted.set()
 
     def refuse(self, seconds: float) -> None:
-        """Take no new connections for a while."""
+        """Take no new connections for a while. Requests that are under way go on."""
         if self.state is HostState.UP and self._server is not None and self._tasks is not None:
             self._server.close_listener()
+            self._server.close_idle()
             self._tasks.start(self._accept_again(self._server, seconds), name="accept-again")
 
     def set_link(self, link: Link) -> None:

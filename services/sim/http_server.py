@@ -22,10 +22,11 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the address cannot be bound.
     """
-    family, kind, _, _, address = socket.getaddrinfo(
+    family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    bound = socket.socket(family, kind)
+    # Without the protocol asyncio leaves Nagle's algorithm on.
+    bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
@@ -72,6 +73,11 @@ class HttpServer:
         for server in self._server.servers:
             server.close()
         self._server.servers = []
+
+    def close_idle(self) -> None:
+        """Close connections that wait for a request; the others after their reply."""
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()
 
     def hang_up(self, client: tuple[str, int]) -> None:
         """Close the connection from a client's address, once what was written is sent."""

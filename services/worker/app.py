@@ -14,7 +14,7 @@ from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common import metrics_http, rpc_server
 from services.common.addresses import join_host_port, split_host_port
 from services.common.process import reload_all
-from services.common.rpc_tracing import span_interceptors
+from services.common.rpc_tracing import spans
 from services.worker import events
 from services.worker.admission import Admission
 from services.worker.clock import Clock, SystemClock
@@ -197,7 +197,7 @@ async def build(
                 tls=tls,
                 registry=counters.registry,
                 drain=rpc_server.Drain(settings.drain_seconds),
-                interceptors=span_interceptors(tracing, _SPANS),
+                around=spans(tracing, _SPANS),
             )
         )
         address = settings.advertise or join_host_port(host, port)

@@ -30,6 +30,9 @@ _log = structlog.get_logger(__name__)
 
 _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 2.0
+_SHORT_HOLD_SECONDS = 0.05
+"""How long an answer's end is held back while the ledger is known to be silent. Many
+times what a commit takes, so that the turn sees a ledger that is back."""
 
 
 class CommitOutcome(StrEnum):
@@ -59,7 +62,8 @@ class CommitLimits:
     event_timeout_seconds: float
     """For the connector's event, from the end of the answer."""
     commit_timeout_seconds: float
-    """For the ledger; the end of the answer is held back for this long."""
+    """For one call to the ledger. The end of an answer is held back as long, unless
+    the ledger was as slow for another turn and has not answered since."""
     settle_timeout_seconds: float
     """For finding out, in the background, what became of a commit whose reply
     was lost."""
@@ -73,6 +77,10 @@ class TurnCommitter:
     engine read memory that has been given to someone else. So a commit whose
     reply is lost is repeated until its fate is known, and if it stays unknown
     the blocks fall at the engine's TTL.
+
+    An answer ends when its turn is committed, so that whoever has all of it can use
+    the handle. While the ledger is silent no handle could be taken either, and
+    answers do not wait for it.
 
     Args:
         worker_id: this worker's id in the registry.
@@ -101,6 +109,7 @@ class TurnCommitter:
         self._metrics = metrics
         self._tasks = tasks
         self._limits = limits
+        self._ledger_is_silent = False
 
     async def commit(self, watch: TurnWatch, conversation: Conversation) -> CommitResult:
         """Wait for the turn's event and store its handle.
@@ -132,10 +141,14 @@ class TurnCommitter:
         storing = self._tasks.start(
             self._settle(turn, watch.turn_id, conversation), name=f"commit-{watch.turn_id}"
         )
+        hold = self._limits.commit_timeout_seconds
+        if self._ledger_is_silent:
+            hold = min(hold, _SHORT_HOLD_SECONDS)
         try:
-            async with asyncio.timeout(self._limits.commit_timeout_seconds):
+            async with asyncio.timeout(hold):
                 return await asyncio.shield(storing)
         except TimeoutError:
+            self._ledger_is_silent = True
             return CommitResult(CommitOutcome.LEDGER_UNAVAILABLE)
 
     async def _settle(
@@ -169,9 +182,7 @@ class TurnCommitter:
                 num_blocks=turn.num_blocks,
             )
             try:
-                granted = await self._ledger.commit(
-                    commit, timeout_seconds=self._limits.commit_timeout_seconds
-                )
+                granted = await self._ask(commit)
             except ConflictError:
                 self._hub.release_turn(turn, ReleaseCause.SUPERSEDED)
                 return CommitResult(CommitOutcome.SUPERSEDED)
@@ -198,6 +209,18 @@ class TurnCommitter:
                 return CommitResult(CommitOutcome.LEDGER_UNAVAILABLE)
             else:
                 return CommitResult(CommitOutcome.COMMITTED, turn.num_tokens, granted)
+
+    async def _ask(self, commit: Commit) -> float:
+        """Ask the ledger once, and note whether it answers."""
+        try:
+            granted = await self._ledger.commit(
+                commit, timeout_seconds=self._limits.commit_timeout_seconds
+            )
+        except (ConflictError, PreconditionError, InvalidFieldError, LimitError):
+            self._ledger_is_silent = False
+            raise
+        self._ledger_is_silent = False
+        return granted
 
 
 def _never_reached(error: KvloopError) -> bool:

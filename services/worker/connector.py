@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from services.worker.engine_decode import Finish
+    from services.worker.engine_sequences import Finish
 
 logger = init_logger("vllm.kvloop.connector")
 

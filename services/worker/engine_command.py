@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.worker.kv_layout import MODEL_RUNNER, KvLayout, Platform
+from services.worker.transport import GET_ZCOPY
 
 _CONNECTOR_CLASS = "KvloopConnector"
 _CONNECTOR_MODULE = "services.worker.connector"
@@ -123,7 +124,7 @@ def engine_command(options: EngineOptions) -> EngineCommand:
             required["OMP_NUM_THREADS"] = str(options.cpu_threads)
     else:
         # Without it UCX falls back to TCP, silently, where it sees no NVLink.
-        defaults["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] = "y"
+        defaults[GET_ZCOPY] = "y"
     return EngineCommand([*argv, *options.extra_args], required, defaults)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from services.worker.engine_sequences import count, cut, extra_keys
+from services.worker.engine_sequences import DEADLINE, Finish, count, cut, extra_keys
 from services.worker.proof import PROOF, make_proof
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ TURN_ID = "kvloop_turn_id"
 """Set by the sidecars on both legs; the event of a finished turn repeats it."""
 RETAIN = "kvloop_retain"
 """False if the turn belongs to no conversation: nothing is pinned for it."""
-_DEADLINE = "remote_blocks_expiry_time"
-
-Finish = Callable[[], tuple[bool, dict[str, Any] | None]]
-"""NixlConnector's own way to end a request."""
 
 
 class DecodeLeg:
@@ -167,7 +163,7 @@ class DecodeLeg:
         if turn_id and self._lease_seconds:
             # What the workers go by, and what a reader of the blocks goes by.
             self._scheduler._reqs_need_send[request_id] = deadline
-            handle[_DEADLINE] = deadline
+            handle[DEADLINE] = deadline
         self._pins.retain(
             request_id,
             turn_id,

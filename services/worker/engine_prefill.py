@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from services.worker.engine_sequences import cut, extra_keys
+from services.worker.engine_sequences import DEADLINE, Finish, cut, extra_keys
 from services.worker.proof import PROOF, Proof, proven_tokens
 from services.worker.pull_plan import COSTS, SLOWER_THAN_RECOMPUTE, plan
 
@@ -28,10 +28,6 @@ HAND_TOKEN_IDS_OVER = "kvloop_hand_token_ids_over"
 """Set by the sidecar: true if decode takes the prompt as token ids."""
 TOKEN_IDS = "prompt_token_ids"
 """Set here, in the reply, if so: vLLM's own name for them in the params of decode."""
-_DEADLINE = "remote_blocks_expiry_time"
-
-Finish = Callable[[], tuple[bool, dict[str, Any] | None]]
-"""NixlConnector's own way to end a request."""
 
 
 @dataclass
@@ -229,9 +225,9 @@ class PrefillLeg:
 
 def _move_deadline(params: dict[str, Any]) -> None:
     """Let vLLM's check of the deadline see by how much it was renewed."""
-    deadline, extension = params.get(_DEADLINE), params.get(DEADLINE_EXTENSION)
+    deadline, extension = params.get(DEADLINE), params.get(DEADLINE_EXTENSION)
     if _is_number(deadline) and _is_number(extension) and extension > 0:
-        params[_DEADLINE] = deadline + extension
+        params[DEADLINE] = deadline + extension
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -1,12 +1,12 @@
-"""A request's sequence and its blocks, as both legs of the connector see them.
+"""A request's sequence, its blocks and its end, as both legs of the connector see them.
 
 Runs inside vLLM: imports only the standard library, vLLM and siblings that do the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
@@ -14,6 +14,12 @@ from services.worker.proof import ExtraKeys
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+DEADLINE = "remote_blocks_expiry_time"
+"""In a handle: until when its blocks are kept, on the clock of the decode engine's host."""
+
+Finish = Callable[[], tuple[bool, dict[str, Any] | None]]
+"""NixlConnector's own way to end a request."""
 
 
 def extra_keys(request: Request) -> ExtraKeys | None:

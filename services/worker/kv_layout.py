@@ -5,13 +5,18 @@ blocks x layers x 2 of them. Blocks of 128 tokens instead of 16 make an eighth o
 that, and a layout that keeps all layers of a block together lets NIXL move it in
 one piece. Measured on H200 over NVLink with vLLM 0.25.1: 8 GB/s with the engine's
 own default, 57 to 64 with blocks of 128, 273 to 351 with cross-layer blocks.
+
+Latent attention (MLA) keeps one vector per token and layer: one descriptor for each
+block and layer, and small ones. Its backends have no cross-layer blocks, and accept
+blocks of 64 on Hopper and Blackwell alike.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, Literal
 
 Platform = Literal["cpu", "cuda"]
@@ -25,13 +30,12 @@ MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 _CPU_BLOCK_SIZE = 32
 _LARGE_BLOCK_SIZE = 128
+_LATENT_BLOCK_SIZE = 64
 _CROSS_LAYERS_VERSIONS = ((0, 21), (0, 25))
 """First and last vLLM whose NixlConnector knows cross-layer blocks."""
 
-_UNIFORM_ATTENTION_ONLY = (
-    # Latent attention (MLA) has backends of its own: no cross-layer blocks, and
-    # block sizes that they choose.
-    "kv_lora_rank",
+_LATENT = "kv_lora_rank"
+_MIXED = (
     # Layers that keep less than the whole sequence, or a state.
     "sliding_window",
     "layer_types",
@@ -53,6 +57,20 @@ class KvLayout:
     """Ask for all layers of a block side by side."""
     reason: str
     """For the log."""
+    warnings: tuple[str, ...] = ()
+    """What vLLM will ignore of what was asked for, and what it takes instead."""
+
+
+class Attention(StrEnum):
+    """What the layers of a model keep."""
+
+    UNIFORM = "uniform"
+    """All of them keys and values of the whole sequence."""
+    LATENT = "latent"
+    """All of them one vector for each token, from which heads make theirs (MLA)."""
+    MIXED = "mixed"
+    """Not all of them the whole sequence."""
+    UNKNOWN = "unknown"
 
 
 def vllm_version(text: str | None) -> tuple[int, int] | None:
@@ -61,20 +79,17 @@ def vllm_version(text: str | None) -> tuple[int, int] | None:
     return (int(found.group(1)), int(found.group(2))) if found else None
 
 
-def is_uniform(model_config: Mapping[str, Any]) -> bool | None:
-    """True if all layers keep keys and values of the whole sequence.
+def attention_of(model_config: Mapping[str, Any]) -> Attention:
+    """What a model's layers keep.
 
     Args:
         model_config: the model's config.json; empty if it cannot be read.
-
-    Returns:
-        None if nothing is known of the model.
     """
     if not model_config:
-        return None
+        return Attention.UNKNOWN
     text_config = model_config.get("text_config")
     config = text_config if isinstance(text_config, Mapping) else model_config
-    for name in _UNIFORM_ATTENTION_ONLY:
+    for name in _MIXED:
         value = config.get(name)
         if not value:
             continue
@@ -82,8 +97,8 @@ def is_uniform(model_config: Mapping[str, Any]) -> bool | None:
             continue
         if name == "layer_types" and set(value) == {"full_attention"}:
             continue
-        return False
-    return True
+        return Attention.MIXED
+    return Attention.LATENT if config.get(_LATENT) else Attention.UNIFORM
 
 
 def choose_kv_layout(
@@ -94,7 +109,7 @@ def choose_kv_layout(
     block_size: int | None,
     engine_args: Sequence[str],
     environment: Mapping[str, str],
-    uniform: bool | None,
+    attention: Attention,
 ) -> KvLayout:
     """The KV layout that vLLM is started with.
 
@@ -109,22 +124,32 @@ def choose_kv_layout(
         block_size: what the operator asked for.
         engine_args: further flags for vLLM.
         environment: that vLLM will inherit.
-        uniform: see `is_uniform`.
+        attention: what the model's layers keep.
     """
     if platform == "cpu":
-        return KvLayout(block_size or _CPU_BLOCK_SIZE, False, "the CPU build's recipe")
+        chosen = KvLayout(block_size or _CPU_BLOCK_SIZE, False, "the CPU build's recipe")
+        if wanted in ("cross-layers", "large-blocks"):
+            chosen = replace(chosen, warnings=(f"{wanted} is for GPUs, and not used here",))
+        return chosen
     given = block_size is not None or any(
         argument.partition("=")[0] == "--block-size" for argument in engine_args
     )
     if wanted == "engine-default":
         return KvLayout(block_size, False, "as settings say")
     if wanted == "cross-layers":
-        return KvLayout(block_size, True, "as settings say")
+        ignored = _cross_layers_ignored(version, environment, attention)
+        return KvLayout(block_size, True, "as settings say", ignored)
     large = block_size if given else _LARGE_BLOCK_SIZE
     if wanted == "large-blocks":
         return KvLayout(large, False, "as settings say")
-    if not uniform:
-        known = "unknown" if uniform is None else "has layers of different kinds"
+    if attention is Attention.LATENT:
+        if given:
+            return KvLayout(block_size, False, "the block size is given; latent attention")
+        return KvLayout(
+            _LATENT_BLOCK_SIZE, False, "latent attention: the block size that its backends share"
+        )
+    if attention is not Attention.UNIFORM:
+        known = "is unknown" if attention is Attention.UNKNOWN else "has layers of different kinds"
         return KvLayout(block_size, False, f"the model {known}: the engine's own default")
     if (obstacle := _cross_layers_obstacle(version, environment)) is None:
         return KvLayout(
@@ -147,3 +172,27 @@ def _cross_layers_obstacle(
     if environment.get(MODEL_RUNNER, "0") not in ("0", "false", "False"):
         return f"{MODEL_RUNNER} is set, which rules cross-layer blocks out"
     return None
+
+
+def _cross_layers_ignored(
+    version: tuple[int, int] | None, environment: Mapping[str, str], attention: Attention
+) -> tuple[str, ...]:
+    """What vLLM does not do although cross-layer blocks were asked for."""
+    found = []
+    first, last = _CROSS_LAYERS_VERSIONS
+    if version is not None and not first <= version <= last:
+        found.append(
+            f"vLLM {version[0]}.{version[1]} ignores cross-layer blocks: it has its default "
+            "block size, and pulls are slow; ask for large-blocks or auto"
+        )
+    if attention in (Attention.LATENT, Attention.MIXED):
+        found.append(
+            "vLLM ignores cross-layer blocks for this model, whose layers do not keep keys and "
+            "values of the whole sequence alike; ask for auto"
+        )
+    if environment.get(MODEL_RUNNER, "0") not in ("0", "false", "False"):
+        found.append(
+            f"{MODEL_RUNNER} is set to 0 for the engine: its second model runner ignores "
+            "cross-layer blocks"
+        )
+    return tuple(found)

@@ -22,11 +22,12 @@ from services.worker.engine_process import EngineProcess, start_engine
 from services.worker.kv_layout import (
     KvLayout,
     Platform,
+    attention_of,
     choose_kv_layout,
-    is_uniform,
     vllm_version,
 )
 from services.worker.settings import WorkerSettings
+from services.worker.transport import transport_warnings
 
 _log = structlog.get_logger(__name__)
 
@@ -36,7 +37,7 @@ _PROBE_SECONDS = 10.0
 
 def has_nvidia_gpu() -> bool:
     """True if this machine has an NVIDIA GPU that its driver can see."""
-    if glob("/dev/nvidia[0-9]*"):
+    if count_gpus():
         return True
     try:  # no device files under WSL
         found = subprocess.run(
@@ -45,6 +46,11 @@ def has_nvidia_gpu() -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return found.returncode == 0 and b"GPU 0" in found.stdout
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs with device files on this machine."""
+    return len(glob("/dev/nvidia[0-9]*"))
 
 
 def choose_platform(
@@ -88,6 +94,7 @@ async def launch(
     layout = await asyncio.to_thread(_kv_layout, settings, platform)
     with import_root(settings.engine_python) as root:
         command = engine_command(_options(settings, platform, layout, root))
+        environment = command.environment(os.environ)
         _log.info(
             "engine_starting",
             model=settings.model,
@@ -96,11 +103,17 @@ async def launch(
             block_size=layout.block_size,
             cross_layers=layout.cross_layers,
             kv_layout_reason=layout.reason,
+            ucx={n: v for n, v in environment.items() if n.startswith("UCX_")},
             log=str(settings.engine_log),
         )
+        warnings = list(layout.warnings)
+        if platform == "cuda":
+            warnings += transport_warnings(environment, count_gpus())
+        for warning in warnings:
+            _log.warning("engine_setting_slows_pulls", what=warning)
         async with start_engine(
             command.argv,
-            command.environment(os.environ),
+            environment,
             settings.engine_log,
             stop_grace_seconds=settings.engine_stop_grace_seconds,
         ) as process:
@@ -133,7 +146,7 @@ def read_model_config(model: str | None) -> dict[str, Any]:
 
 
 def _kv_layout(settings: WorkerSettings, platform: Platform) -> KvLayout:
-    known = platform == "cuda" and settings.kv_layout == "auto"
+    known = platform == "cuda" and settings.kv_layout in ("auto", "cross-layers")
     return choose_kv_layout(
         settings.kv_layout,
         platform=platform,
@@ -141,7 +154,7 @@ def _kv_layout(settings: WorkerSettings, platform: Platform) -> KvLayout:
         block_size=settings.block_size,
         engine_args=settings.extra_engine_args,
         environment=os.environ,
-        uniform=is_uniform(read_model_config(settings.model)),
+        attention=attention_of(read_model_config(settings.model)),
     )
 
 

@@ -43,8 +43,9 @@ _FAILED = ("PULL_FAILED", "ENGINE_EXPIRED")
 HINT = (
     "pulls are held back. Likely causes: UCX fell back to TCP (set UCX_TLS to include cuda_ipc "
     "or your network's transport, and UCX_CUDA_IPC_ENABLE_GET_ZCOPY=y on one host); the peer's "
-    "GPU is not visible to this process (name both in CUDA_VISIBLE_DEVICES); small KV blocks "
-    "make many descriptors (use --block-size 128 or cross-layer blocks). "
+    "GPU is not visible to this process (name both in CUDA_VISIBLE_DEVICES; containers of one "
+    "host must share IPC and PID namespaces); small KV blocks make "
+    "many descriptors (use --block-size 128 or cross-layer blocks). "
     "`kvloop doctor` measures and says which"
 )
 

@@ -6,6 +6,7 @@ from google.protobuf import duration_pb2
 
 from kvloop.common.v1 import common_pb2
 from kvloop.durations import to_duration
+from kvloop.receipts import miss_reason_number
 from kvloop.worker.v1 import worker_pb2
 from services.worker.handoff import PrefillReport
 from services.worker.pull_costs import Link
@@ -23,7 +24,7 @@ def prefill_report(report: PrefillReport) -> common_pb2.PrefillReport:
         pulled_tokens=report.pulled_tokens,
         cached_tokens=report.cached_tokens,
         recomputed_tokens=report.recomputed_tokens,
-        miss_reason=_miss_reason(report.miss_reason),
+        miss_reason=miss_reason_number(report.miss_reason),
         pull_duration=_duration(report.pull_seconds),
         expected_pull=_duration(report.expected_pull_seconds),
         expected_recompute=_duration(report.expected_recompute_seconds),
@@ -60,11 +61,3 @@ def tokens_per_second(recompute: RecomputeCost | None) -> float:
 
 def _duration(seconds: float | None) -> duration_pb2.Duration | None:
     return to_duration(max(seconds, 0.0)) if seconds is not None else None
-
-
-def _miss_reason(name: str | None) -> common_pb2.MissReason.ValueType:
-    """The reason of that name; an engine may know reasons that we do not."""
-    full = f"MISS_REASON_{name}"
-    if full not in common_pb2.MissReason.keys():
-        return common_pb2.MISS_REASON_UNSPECIFIED
-    return common_pb2.MissReason.Value(full)

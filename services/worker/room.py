@@ -35,8 +35,6 @@ _log = structlog.get_logger(__name__)
 
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 2.0
-_MAX_EVICTED = 1000
-"""Handles that the ledger takes back in one call."""
 _ASKED_FOR_MORE_SECONDS = 1.0
 _OVERDUE = "overdue"
 """Label of evictions: a next turn has become unlikely."""
@@ -176,8 +174,8 @@ class RoomKeeper:
                 )
             if now - pin.ended_at > horizons[pin.tenant]:
                 overdue.append(pin.turn_id)
-        for start in range(0, len(overdue), _MAX_EVICTED):
-            await self._take_back(hello, overdue[start : start + _MAX_EVICTED], _OVERDUE)
+        if overdue:
+            await self._take_back(hello, overdue, _OVERDUE)
 
     async def _take_back(self, hello: Hello, turn_ids: list[str], reason: str) -> int:
         """Blocks freed of turns that the ledger had not given out."""

@@ -231,7 +231,8 @@ class WorkerSettings(InternalTlsSettings, PeerTlsSettings, TracingSettings):
     """How long after the end of an answer the connector may take to report it."""
 
     commit_timeout_seconds: PositiveFloat = 2
-    """How long the end of an answer is held back for the ledger."""
+    """How long the end of an answer is held back for the ledger; only once while it is
+    silent."""
 
     settle_timeout_seconds: PositiveFloat = 30
     """How long the sidecar asks the ledger, in the background, what became of a

@@ -14,7 +14,7 @@ import pytest
 
 from tests.compose.commands import run
 from tests.compose.daemon import running_daemon
-from tests.compose.stack import BASE_IMAGE, ROOT, Stack
+from tests.compose.stack import BASE_IMAGE, OWN_BASE_IMAGE, ROOT, Stack
 from tests.compose.talk import Talker, talker
 
 PROFILE = os.environ.get("KVLOOP_COMPOSE_PROFILE", "")
@@ -23,15 +23,17 @@ collect_ignore_glob = [f"test_{profile}_*.py" for profile in ("sim", "cpu") if p
 
 @pytest.fixture(scope="session")
 def docker_daemon() -> Iterator[None]:
-    """A Docker daemon with a base image made from packages."""
+    """A Docker daemon with a base image."""
     with running_daemon():
-        run([str(ROOT / "deploy" / "docker" / "make-debian-base"), BASE_IMAGE], seconds=600)
+        if BASE_IMAGE == OWN_BASE_IMAGE:
+            run([str(ROOT / "deploy" / "docker" / "make-debian-base"), BASE_IMAGE], seconds=600)
         yield
 
 
 @contextmanager
 def _running(stack: Stack, *services: str, scale: tuple[str, ...]) -> Iterator[Stack]:
-    stack.build("kvmeta", *services, "postgres")
+    # Both legs run from one image.
+    stack.build("kvmeta", "postgres", *(each for each in services if each != stack.decode))
     stack.down()  # what a run that was killed has left
     try:
         stack.up(*services, scale=scale)

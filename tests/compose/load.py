@@ -13,6 +13,10 @@ from tests.compose.stack import Stack
 from tests.compose.talk import Conversation, Said, talker
 
 _log = logging.getLogger(__name__)
+
+CLIENTS = ("grpc", "http", "sse")
+"""Kinds of clients, each with conversations of its own."""
+Turn = Callable[[Conversation], Awaitable[Said]]
 _TURNS_OF_A_CONVERSATION = 6
 """After that it starts anew, so that prompts stay short."""
 _MOST_SECONDS_TO_WAIT = 60.0
@@ -20,19 +24,19 @@ _MOST_SECONDS_TO_WAIT = 60.0
 
 @dataclass
 class Tally:
-    """What has happened so far."""
+    """What has happened so far. `answered` is by kind of client."""
 
-    answered: int = 0
+    answered: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(CLIENTS, 0)))
     pulled: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def more(self, turns: int) -> None:
-        """Wait until so many more turns are answered, or one has failed."""
-        wanted = self.answered + turns
+        """Wait until each kind of client has so many more answers, or a turn has failed."""
+        wanted = self.answered + Counter(dict.fromkeys(CLIENTS, turns))
         async with asyncio.timeout(_MOST_SECONDS_TO_WAIT):
-            while self.answered < wanted and not self.failures:
+            while not (self.answered >= wanted or self.failures):
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -41,10 +45,10 @@ class Tally:
         self.failures.append(why)
         self._changed.set()
 
-    def note(self, said: Said) -> None:
+    def note(self, client: str, said: Said) -> None:
         """Count a turn that was answered."""
         self._changed.set()
-        self.answered += 1
+        self.answered[client] += 1
         self.pulled += said.pulled_tokens > 0
         if said.miss_reason:
             self.reasons[said.miss_reason] += 1
@@ -54,7 +58,8 @@ class Tally:
 async def load(stack: Stack, model: str, name: str, conversations: int = 2) -> AsyncIterator[Tally]:
     """Keep conversations going while the block runs.
 
-    Nothing is repeated: each turn that fails is a failure that a user has seen.
+    Nothing is repeated, by the clients neither: each turn that fails is a failure that
+    a user has seen, and so is an answer that is cut short.
 
     Args:
         stack: where to send turns.
@@ -65,33 +70,37 @@ async def load(stack: Stack, model: str, name: str, conversations: int = 2) -> A
     tally = Tally()
     ending = asyncio.Event()
 
-    async def speak(kind: str, turn: Callable[[Conversation], Awaitable[Said]]) -> None:
+    async def speak(client: str, who: int, turn: Turn) -> None:
         number = 0
         while not ending.is_set():
             number += 1
-            conversation = Conversation(f"{name}-{kind}-{number}")
+            conversation = Conversation(f"{name}-{client}-{who}-{number}")
             for _ in range(_TURNS_OF_A_CONVERSATION):
                 if ending.is_set():
                     return
                 try:
-                    tally.note(await turn(conversation))
+                    tally.note(client, await turn(conversation))
                 except Exception as error:  # whatever it is, a user would have seen it
-                    tally.failed(f"{kind}: {error!r}")
+                    tally.failed(f"{client}: {error!r}")
                     break
 
     async with talker(stack, model) as speaker, asyncio.TaskGroup() as speakers:
-        for number in range(conversations):
-            speakers.create_task(speak(f"grpc-{number}", speaker.over_grpc))
-            speakers.create_task(speak(f"http-{number}", speaker.over_http))
-            speakers.create_task(speak(f"sse-{number}", speaker.streamed_over_http))
+        turns: tuple[Turn, ...] = (
+            speaker.over_grpc,
+            speaker.over_http,
+            speaker.streamed_over_http,
+        )
+        for client, turn in zip(CLIENTS, turns, strict=True):
+            for who in range(conversations):
+                speakers.create_task(speak(client, who, turn), name=f"{client} {who}")
         try:
             yield tally
         finally:
             ending.set()
     _log.info(
-        "%s: %d turns answered, %d of them pulled; misses %s; %d failed",
+        "%s: answered %s, %d of them pulled; misses %s; %d failed",
         name,
-        tally.answered,
+        dict(tally.answered),
         tally.pulled,
         dict(tally.reasons),
         len(tally.failures),

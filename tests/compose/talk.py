@@ -50,7 +50,7 @@ class Conversation:
 
 
 class Talker:
-    """Sends turns to a stack.
+    """Sends turns to a stack, each once: neither client repeats a request by itself.
 
     Args:
         grpc: kvloop's own client.
@@ -79,6 +79,7 @@ class Talker:
         )
         async with answer:
             done = await answer.collect()
+        _check_whole(done.usage.completion_tokens)
         conversation.answered(done.text)
         receipt = done.receipt
         return Said(
@@ -97,6 +98,7 @@ class Talker:
             assert reply.status == 200, await reply.text()
             body = await reply.json()
             headers = reply.headers
+        _check_whole(body["usage"]["completion_tokens"])
         text = body["choices"][0]["message"]["content"]
         conversation.answered(text)
         reason = headers.get("x-kvloop-miss-reason")
@@ -104,11 +106,14 @@ class Talker:
 
     async def streamed_over_http(self, conversation: Conversation) -> Said:
         """The same, as server-sent events; what was pulled is not told."""
-        text = ""
-        body = {**self._body(conversation), "stream": True}
+        text, tokens, ended = "", 0, False
+        body = {
+            **self._body(conversation),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as reply:
             assert reply.status == 200, await reply.text()
-            ended = False
             async for line in reply.content:
                 data = line.removeprefix(b"data: ").strip()
                 if data == b"[DONE]":
@@ -116,8 +121,11 @@ class Talker:
                 elif data:
                     event = json.loads(data)
                     assert "error" not in event, event
-                    text += event["choices"][0]["delta"].get("content") or ""
+                    for choice in event["choices"]:
+                        text += choice["delta"].get("content") or ""
+                    tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
         assert ended, "the stream broke off"
+        _check_whole(tokens)
         conversation.answered(text)
         return Said(text, 0, None)
 
@@ -164,6 +172,11 @@ class Talker:
             "max_tokens": ANSWER_TOKENS,
             "ignore_eos": True,
         }
+
+
+def _check_whole(tokens: int) -> None:
+    """An answer that ends early is a failure, however well-formed its end."""
+    assert tokens == ANSWER_TOKENS, f"{tokens} tokens of {ANSWER_TOKENS}"
 
 
 @asynccontextmanager

@@ -10,8 +10,8 @@ from kvloop import rpc
 from kvloop.common.v1 import common_pb2
 from kvloop.kvmeta.v1 import ledger_pb2
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
-from tests.engine.conftest import MODEL, TTL_SECONDS, World
 from tests.engine.turns import ANSWER, first_turn, generate, take_handle
+from tests.engine.world import MODEL, TTL_SECONDS, World
 
 
 async def test_handle_is_not_given_out_after_its_time(world: World) -> None:

@@ -20,9 +20,9 @@ import aiohttp
 
 from services.worker.engine_command import EngineOptions, engine_command
 from services.worker.kv_layout import KvLayout
-from tests.engine.conftest import MODEL, World
 from tests.engine.engines import EngineProbe, eventually
 from tests.engine.turns import ANSWER, first_turn, take_handle
+from tests.engine.world import MODEL, World
 
 PORT, SIDE_CHANNEL_PORT = 8951, 8952
 

@@ -14,8 +14,8 @@ import pytest
 from services.router import app as router_app
 from services.router.settings import RouterSettings
 from tests.engine import fidelity
-from tests.engine.conftest import MODEL, World
 from tests.engine.engines import eventually
+from tests.engine.world import MODEL, World
 
 _FAR = {
     "strict": True,  # else vLLM lets the random model write any JSON

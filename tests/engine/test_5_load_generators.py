@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import MODEL, World
+from tests.engine.turns import keep_conversations
+from tests.engine.world import MODEL, World
 
 AIPERF = os.environ.get("KVLOOP_AIPERF", "")
 """The program; CI installs it (`.ci/aiperf`)."""
@@ -67,6 +68,7 @@ async def test_vllm_bench_serve_pulls_prompts_that_it_sent_before(
     backend = ("--backend", "openai", "--endpoint", "/v1/completions")
     first = await _vllm_bench(world, model_directory, tmp_path, *backend)
     assert (first["completed"], first["failed"]) == (2, 0)
+    await keep_conversations(world)  # the program takes long to start
     await world.prefill.forget_prefixes()
     before = await world.prefill.pulled_tokens()
     again = await _vllm_bench(world, model_directory, tmp_path, *backend)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from kvloop.errors import InvalidFieldError, UnavailableError
 from services.common import tracing
+from services.common.process import name_trace
 from services.common.tracing import NO_HEADERS, NO_SPAN, Attributes, carried, child_span, running
 from services.common.tracing_settings import TracingSettings
 
@@ -21,6 +22,7 @@ class KeptSpan:
 
     name: str
     recording: bool = True
+    trace_id: str = ""
     attributes: dict[str, object] = field(default_factory=dict)
     failure: str = ""
     ended: bool = False
@@ -56,6 +58,15 @@ def test_calls_carry_the_innermost_span_and_afterwards_the_one_before() -> None:
         assert not outer.ended
     assert outer.ended
     assert tracing.current() is NO_SPAN
+
+
+def test_log_entries_name_the_trace_in_which_they_are_written() -> None:
+    with running(KeptSpan("turn", trace_id="4bf9")):
+        inside = name_trace(None, "info", {"event": "turn_ended"})
+    outside = name_trace(None, "info", {"event": "registry_joined"})
+
+    assert inside == {"event": "turn_ended", "trace_id": "4bf9"}
+    assert outside == {"event": "registry_joined"}
 
 
 async def test_a_task_started_within_a_span_goes_on_with_it() -> None:

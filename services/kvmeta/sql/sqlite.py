@@ -31,6 +31,9 @@ _PRAGMAS = (
     # the machine may undo is dealt with at start: see the ADR.
     "PRAGMA synchronous = NORMAL",
     "PRAGMA cache_size = -65536",
+    # The log grows to 64 MiB before its pages go to the file, so a page that many
+    # turns change is written there once.
+    "PRAGMA wal_autocheckpoint = 16384",
     "PRAGMA journal_size_limit = 67108864",
 )
 

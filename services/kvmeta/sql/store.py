@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import sqlalchemy as sa
 
+from services.kvmeta import rules
 from services.kvmeta.clock import Clock
 from services.kvmeta.deadlines import Policy
 from services.kvmeta.model import (
@@ -67,11 +68,14 @@ class SqlStore:
 
     async def commit(self, commit: Commit, handle_id: str) -> CommitVerdict | TooManyConversations:
         """See LedgerStore."""
-        stored = await self._write_single(
-            lambda c, now: conversations.commit_by_holder(c, commit, handle_id, now, self._policy)
-        )
-        if stored is not None:
-            return stored
+        if commit.turn > rules.FIRST_TURN:  # others hold no handle
+            stored = await self._write_single(
+                lambda c, now: conversations.commit_by_holder(
+                    c, commit, handle_id, now, self._policy
+                )
+            )
+            if stored is not None:
+                return stored
         return await self._write(
             lambda c, now: conversations.commit(c, commit, handle_id, now, self._policy)
         )

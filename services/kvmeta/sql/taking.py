@@ -120,14 +120,15 @@ def take(
         if row is not None:
             conversation = conversation_from_row(row)
             return Hit(conversation.take_turn, conversation, row.params)
+        # A first turn is what most misses are.
+        if not connection.execute(_EXISTS, this(key)).scalar_one():
+            return Miss(rules.FIRST_TURN, MissReason.FIRST_TURN, "")
         row = connection.execute(
             _OPEN_TURN, {**asked, "dead_retention": policy.dead_retention_us}
         ).one_or_none()
         if row is not None:
             return _not_taken(row, request_id, now_us)
-        if not connection.execute(_EXISTS, this(key)).scalar_one():
-            return Miss(rules.FIRST_TURN, MissReason.FIRST_TURN, "")
-        # A handle has come between the two statements.
+        # Between two of the statements a handle has come, or the conversation has gone.
 
 
 def _not_taken(row: sa.Row[Any], request_id: str, now_us: int) -> Hit | Miss:

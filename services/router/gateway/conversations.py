@@ -11,7 +11,6 @@ from starlette.routing import Route
 
 from kvloop.errors import KvloopError
 from services.router.gateway import http
-from services.router.gateway.errors import to_reply
 from services.router.identity import conversation_key
 from services.router.ledger import Ledger
 from services.router.reception import Reception
@@ -67,8 +66,7 @@ class ConversationPages:
                 )
             )
         except KvloopError as error:
-            reply = to_reply(error)
-            return Response(reply.body, reply.status, reply.headers, media_type=http.JSON)
+            return http.error_response(error)
         body = {
             "id": conversation_id,
             "object": "conversation.deleted",

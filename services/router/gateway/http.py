@@ -7,10 +7,12 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Send
 
-from services.router.gateway.errors import ErrorReply, TooLargeError, TooSlowError
+from kvloop.errors import KvloopError
+from services.router.gateway.errors import ErrorReply, TooLargeError, TooSlowError, to_reply
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -40,21 +42,24 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limits.max_bytes:
         raise too_large
-    body = bytearray()
     started = asyncio.get_running_loop().time()
+    pieces: list[bytes] = []
+    size = 0
     try:
         async with asyncio.timeout_at(started + limits.seconds) as patience:
-            async for piece in request.stream():
-                body += piece
-                if len(body) > limits.max_bytes:
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                pieces.append(message.get("body", b""))
+                size += len(pieces[-1])
+                if size > limits.max_bytes:
                     raise too_large
-                allowed = limits.seconds + len(body) / limits.bytes_per_second
-                patience.reschedule(started + allowed)
+                if not message.get("more_body", False):
+                    return b"".join(pieces)
+                patience.reschedule(started + limits.seconds + size / limits.bytes_per_second)
     except TimeoutError:
-        raise TooSlowError(
-            f"the request's body comes too slowly: {len(body)} bytes so far"
-        ) from None
-    return bytes(body)
+        raise TooSlowError(f"the request's body comes too slowly: {size} bytes so far") from None
 
 
 async def start(send: Send, status: int, content_type: str, headers: Mapping[str, str]) -> None:
@@ -90,6 +95,12 @@ async def reply(
 async def reply_error(send: Send, error: ErrorReply, headers: Mapping[str, str]) -> None:
     """Send an error in place of an answer."""
     await reply(send, error.status, error.body, {**error.headers, **headers})
+
+
+def error_response(error: KvloopError | ErrorReply) -> Response:
+    """What a page answers in place of its content."""
+    found = error if isinstance(error, ErrorReply) else to_reply(error)
+    return Response(found.body, found.status, found.headers, media_type=JSON)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

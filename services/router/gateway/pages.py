@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import wraps
 
@@ -11,16 +12,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from kvloop.common.v1 import common_pb2
-from kvloop.errors import KvloopError, NotFoundError, UnavailableError
+from kvloop.errors import KvloopError, NotFoundError
 from kvloop.worker.v1 import worker_pb2
 from services.router.body import decode, parse_object
 from services.router.gateway import http
-from services.router.gateway.errors import ErrorReply, error_body, to_reply
-from services.router.length import context_limit
+from services.router.gateway.errors import ErrorReply, error_body
 from services.router.openai_fields import refuse_reserved
-from services.router.policy import Rng, first_usable, rank_decode
 from services.router.reception import Reception
+from services.router.routing import Routes
 from services.router.turn import admit
 from services.router.workers import WorkerPool
 
@@ -36,7 +35,7 @@ def _with_errors(page: _Page) -> _Page:
         try:
             return await page(self, request)
         except KvloopError as error:
-            return _response(to_reply(error))
+            return http.error_response(error)
         except ClientDisconnect:
             return Response(status_code=400)  # which nobody reads
 
@@ -49,8 +48,8 @@ class Pages:
     Args:
         reception: knows callers.
         pool: the live workers.
-        registry: the router's counters.
-        rng: breaks ties between workers.
+        routes: chooses among them.
+        registry: the router's counters; asked from a thread.
         ready: whether turns can be served now.
         started_at: seconds since the epoch; `created` of every model.
         body_limits: of requests.
@@ -63,8 +62,8 @@ class Pages:
         *,
         reception: Reception,
         pool: WorkerPool,
+        routes: Routes,
         registry: CollectorRegistry,
-        rng: Rng,
         ready: Callable[[], bool],
         started_at: int,
         body_limits: http.BodyLimits,
@@ -73,8 +72,8 @@ class Pages:
     ) -> None:
         self._reception = reception
         self._pool = pool
+        self._routes = routes
         self._registry = registry
-        self._rng = rng
         self._ready = ready
         self._started_at = started_at
         self._body_limits = body_limits
@@ -93,7 +92,7 @@ class Pages:
                 "owned_by": "vllm",
                 "root": model.name,
                 "parent": None,
-                "max_model_len": context_limit([*model.prefill, *model.decode]) or None,
+                "max_model_len": model.context_limit or None,
             }
             for model in self._pool.models()
             if model.decode
@@ -136,9 +135,8 @@ class Pages:
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
-        return Response(
-            generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST}
-        )
+        shown = await asyncio.to_thread(generate_latest, self._registry)
+        return Response(shown, headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _caller(self, request: Request) -> None:
         self._reception.caller(request.headers.get("authorization"))
@@ -148,19 +146,11 @@ class Pages:
         if model is None and len(known) == 1:
             model = known[0].name  # as an engine does that serves one model
         found = admit(model or "", known)
-        candidates = self._pool.candidates(found.name, common_pb2.WORKER_ROLE_DECODE)
-        worker = first_usable(rank_decode(candidates, holder_id="", last_id="", rng=self._rng))
-        if worker is None:
-            raise UnavailableError("no decode worker takes requests", reason="NO_DECODE_WORKER")
-        return worker.worker_id
+        return self._routes.decode(found.name).worker_id
 
 
 async def http_error(request: Request, error: Exception) -> Response:
     """A path or method that is not served."""
     assert isinstance(error, HTTPException)
     body = error_body(error.status_code, error.detail)
-    return _response(ErrorReply(error.status_code, body, dict(error.headers or {})))
-
-
-def _response(error: ErrorReply) -> Response:
-    return Response(error.body, error.status, error.headers, media_type=http.JSON)
+    return http.error_response(ErrorReply(error.status_code, body, dict(error.headers or {})))

@@ -1,34 +1,36 @@
-"""The HTTP connection, closed if a request does not come."""
+"""The HTTP connection, closed if a request does not come or its head is too large."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.router.gateway.errors import error_body
 
 _STATUS = 408
 
 
-def with_head_timeout(seconds: float) -> type[H11Protocol]:
-    """A protocol whose requests have to bring their whole head in time.
+def with_head_limits(seconds: float, max_bytes: int) -> type[HttpToolsProtocol]:
+    """A protocol whose requests have to bring their whole head in time, and no more.
 
     The server itself limits only how long a connection may be idle between two
     requests, so that a head of which one byte comes now and then holds a
-    connection for ever.
+    connection for ever; and it keeps a head of any size.
 
     Args:
         seconds: from the connection, or from the head's first byte.
+        max_bytes: of the request line with the headers.
     """
 
-    class _Protocol(H11Protocol):
+    class _Protocol(HttpToolsProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._head_timer: asyncio.TimerHandle | None = None
-            self._head_begun = False
+            self._in_head = False
+            self._head_bytes = 0
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
@@ -40,48 +42,60 @@ def with_head_timeout(seconds: float) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._look()
+            if not self._in_head or self.transport.is_closing():
+                return
+            self._head_bytes += len(data)
+            if self._head_bytes > max_bytes:
+                return self._refuse()
+            if not self._answers():  # else when the answer has ended
+                self._await_head()
+
+        def on_message_begin(self) -> None:
+            self._in_head, self._head_bytes = True, 0
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            self._stop_waiting()
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if size > max_bytes:
+                raise httptools.HttpParserError("the head is too large")
+            super().on_headers_complete()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self._look()
-
-        def _look(self) -> None:
-            if self.conn.their_state is not h11.IDLE:
-                self._stop_waiting()
-            elif self.conn.trailing_data[0]:  # a part of a head
-                self._head_begun = True
+            if self._in_head:
                 self._await_head()
+
+        def _answers(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
 
         def _await_head(self) -> None:
             if self._head_timer is None:
                 self._head_timer = self.loop.call_later(seconds, self._give_up)
 
         def _stop_waiting(self) -> None:
-            self._head_begun = False
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
 
+        def _refuse(self) -> None:
+            self.send_400_response("Invalid HTTP request received.")
+
         def _give_up(self) -> None:
             if self.transport.is_closing():
                 return
-            if self._head_begun:  # else an error would be read as the next answer
-                self.transport.write(self._too_late())
+            if self._in_head:  # else an error would be read as the next answer
+                self.transport.write(_too_late(seconds))
             self.transport.close()
 
-        def _too_late(self) -> bytes:
-            body = error_body(_STATUS, f"the head of the request did not come in {seconds:g} s")
-            head = h11.Response(
-                status_code=_STATUS,
-                reason=b"Request Timeout",
-                headers=[
-                    ("content-type", "application/json"),
-                    ("content-length", str(len(body))),
-                    ("connection", "close"),
-                ],
-            )
-            events = (head, h11.Data(data=body), h11.EndOfMessage())
-            return b"".join(self.conn.send(event) or b"" for event in events)
-
     return _Protocol
+
+
+def _too_late(seconds: float) -> bytes:
+    body = error_body(_STATUS, f"the head of the request did not come in {seconds:g} s")
+    head = (
+        f"HTTP/1.1 {_STATUS} Request Timeout\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,13 +13,13 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloop.common.v1 import common_pb2
-from services.common.addresses import split_host_port
+from services.common.shared_ports import listening_socket
 from services.common.tls import ServerTls
 from services.router.gateway.pages import Pages, http_error
-from services.router.gateway.protocol import with_head_timeout
+from services.router.gateway.protocol import with_head_limits
 from services.router.gateway.turns import TurnEndpoint
 
 TURN_PATHS = {
@@ -48,7 +47,7 @@ def build_app(
         pages: the rest of the API.
         more: what is served besides it.
     """
-    return Starlette(
+    rest = Starlette(
         routes=[
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in turns.items()),
             Route("/v1/responses/{rest:path}", pages.kept_response, methods=_ANY),
@@ -62,6 +61,13 @@ def build_app(
         ],
         exception_handlers={HTTPException: http_error},
     )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        """Turns on the shortest way; the rest, and what is wrong, by the routes."""
+        endpoint = turns.get(scope["path"]) if scope.get("method") == "POST" else None
+        await (endpoint or rest)(scope, receive, send)
+
+    return app
 
 
 class _Server(uvicorn.Server):
@@ -81,6 +87,7 @@ async def serve(
     grace_seconds: float,
     head_timeout_seconds: float,
     tls: ServerTls | None = None,
+    share_port: bool = False,
 ) -> AsyncIterator[int]:
     """Serve an application while the block runs.
 
@@ -93,6 +100,7 @@ async def serve(
         grace_seconds: time for requests in flight at the end.
         head_timeout_seconds: how long the head of a request may take.
         tls: how to encrypt; without it nothing is.
+        share_port: other processes listen on the same port.
 
     Yields:
         The port.
@@ -100,12 +108,12 @@ async def serve(
     Raises:
         OSError: the address cannot be bound.
     """
-    listener = _listen(address)
+    listener = listening_socket(address, backlog=_BACKLOG, shared=share_port)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     server = _Server(
         uvicorn.Config(
             app,
-            http=with_head_timeout(head_timeout_seconds),
+            http=with_head_limits(head_timeout_seconds, MAX_HEAD_BYTES),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -115,7 +123,6 @@ async def serve(
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=max(1, round(grace_seconds)),
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             **(_encrypted(tls) if tls is not None else {}),
         )
     )
@@ -136,25 +143,3 @@ def _encrypted(tls: ServerTls) -> dict[str, Any]:
         "ssl_certfile": str(tls.certificate),
         "ssl_context_factory": lambda config, default: tls.ssl_context(),
     }
-
-
-def _listen(address: str) -> socket.socket:
-    host, port = split_host_port(address)
-    try:
-        family, kind, protocol, _, resolved = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        # Without the protocol asyncio does not take it for TCP, and leaves Nagle's
-        # algorithm on: small chunks then wait 40 ms for an acknowledgement.
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(resolved)
-            listener.listen(_BACKLOG)
-            listener.setblocking(False)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from error
-    return listener

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from kvloop.errors import KvloopError
 from services.router.gateway import http
-from services.router.gateway.errors import error_body, to_reply
+from services.router.gateway.errors import error_body
 from services.router.identity import Caller
 from services.router.status.feed import StatusFeed
 
@@ -79,8 +79,7 @@ class StatusPages:
         try:
             caller = self._caller(request.headers.get("authorization"))
         except KvloopError as error:
-            reply = to_reply(error)
-            return Response(reply.body, reply.status, reply.headers, media_type=http.JSON)
+            return http.error_response(error)
         if self._viewers >= self._max_viewers:
             body = error_body(503, "as many status pages are open as this router serves")
             return Response(body, 503, {"retry-after": "10"}, media_type=http.JSON)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from services.router.gateway.server import MAX_HEAD_BYTES
 from tests.flow.gateway.test_gateway_legs import Client, gateway
+from tests.flow.router.fakes import eventually, waits
 
 CHAT_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 
@@ -89,6 +91,40 @@ async def test_a_second_head_on_a_connection_has_its_own_time() -> None:
         await kept.send(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\nGET /he")
         assert (await kept.reply()).startswith(b"HTTP/1.1 200")
         assert (await kept.to_the_end()).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(("pieces", "end"), [(1, b""), (1, b"\r\n\r\n"), (16, b"")])
+async def test_a_head_above_the_limit_is_refused(pieces: int, end: bytes) -> None:
+    async with gateway() as client, wire(client) as large:
+        head = CHAT_HEAD + b"x-filler: " + b"x" * MAX_HEAD_BYTES + end
+        size = -(-len(head) // pieces)
+        for start in range(0, len(head), size):
+            await large.send(head[start : start + size])
+            await asyncio.sleep(0.005)  # so that the pieces arrive as pieces
+        assert (await large.to_the_end()).startswith(b"HTTP/1.1 400")
+        assert client.stack.worker_calls == 0
+
+
+async def test_a_head_below_the_limit_is_taken() -> None:
+    async with gateway() as client, wire(client) as large:
+        filler = b"x" * (MAX_HEAD_BYTES - 1000)
+        await large.send(b"GET /health/live HTTP/1.1\r\nx-filler: " + filler + b"\r\n\r\n")
+        assert (await large.reply()).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_head_that_begins_during_an_answer_does_not_cut_it() -> None:
+    async with gateway(head_timeout_seconds=0.2) as client, wire(client) as kept:
+        gate = asyncio.Event()
+        client.stack["d0"].mid_answer_steps = [waits(gate)]
+        body = b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"stream":true}'
+        head = CHAT_HEAD + b"content-length: %d\r\n\r\n" % len(body)
+        await kept.send(head + body + b"GET /he")
+        await eventually(lambda: client.stack["d0"].decodes)
+        await asyncio.sleep(0.4)  # longer than a head may take
+        gate.set()
+        answer = await kept.to_the_end()
+        assert b"data: [DONE]" in answer
+        assert answer.index(b"data: [DONE]") < answer.index(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("framing", [b"content-length: 500", b"transfer-encoding: chunked"])

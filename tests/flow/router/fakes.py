@@ -163,6 +163,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.handover: bytes | None = None
         self.chunks = [b'{"choices":[{"delta":{"content":"a"}}]}', b'{"choices":[]}']
         self.batches = False
+        self.commit_outcome = worker_pb2.COMMIT_OUTCOME_COMMITTED
         self.num_tokens: int | Exception = 10
         self.estimates: list[worker_pb2.EstimatePullRequest] = []
         self.estimate_steps: list[Step] = []
@@ -213,9 +214,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             commit_outcome=worker_pb2.COMMIT_OUTCOME_NOT_REQUESTED,
         )
         if request.HasField("commit"):
+            summary.commit_outcome = self.commit_outcome
+        if summary.commit_outcome == worker_pb2.COMMIT_OUTCOME_COMMITTED:
             params = b'{"remote_request_id":"%s"}' % request.turn_id.encode()
             self._ledger.commit(request.commit.key, self.worker, params, turn=request.commit.turn)
-            summary.commit_outcome = worker_pb2.COMMIT_OUTCOME_COMMITTED
             summary.retained_tokens = 102
             summary.granted_ttl.FromSeconds(480)
         yield worker_pb2.DecodeResponse(summary=summary)

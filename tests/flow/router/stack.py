@@ -149,6 +149,8 @@ async def running(
             "listen": "127.0.0.1:0",
             "gateway_listen": "",
             "kvmeta": f"127.0.0.1:{kvmeta_port}",
+            # The one whose ties are in the tests' hands: see `rng`.
+            "policy": "least_loaded",
             # Generous, so that a busy test machine does not look like an outage.
             "ledger_timeout_seconds": 5.0,
             "connect_timeout_seconds": 5.0,

@@ -18,6 +18,7 @@ from tests.flow.router.fakes import (
     fake_kvmeta,
     fake_worker,
     make_worker,
+    raises,
     serve_kvmeta,
     serve_worker,
     waits,
@@ -180,7 +181,15 @@ async def test_a_worker_is_asked_again_after_its_cool_down() -> None:
     clock = Clock()
     settings = {"worker_cooldown_seconds": 5}
     async with running(prefill=["p0", "p1"], settings=settings, clock=clock) as stack:
-        stack.router.pool.cool_down("p0")
+        stack["p0"].prefill_steps.append(raises(UnavailableError("", reason="WORKER_LOST")))
+        await stack.chat()
         assert (await stack.chat()).receipt.prefill_worker_id == "p1"
         clock.now += 5
+        assert (await stack.chat()).receipt.prefill_worker_id == "p0"
+
+
+async def test_one_broken_connection_to_an_engine_does_not_take_its_worker_out() -> None:
+    async with running(prefill=["p0", "p1"]) as stack:
+        stack["p0"].prefill_steps.append(raises(UnavailableError("", reason="ENGINE_LOST")))
+        assert (await stack.chat()).receipt.prefill_worker_id == "p1"
         assert (await stack.chat()).receipt.prefill_worker_id == "p0"

@@ -27,7 +27,8 @@ class JumpClock:
         while (left := until - self.monotonic()) > 0:
             try:
                 async with asyncio.timeout(left), self._jumped:
-                    await self._jumped.wait()
+                    # It may have jumped while this waited for its turn.
+                    await self._jumped.wait_for(lambda: self.monotonic() >= until)
             except TimeoutError:
                 return
         await asyncio.sleep(0)

@@ -11,8 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
+from services.common.process import name_trace
 from services.sim.faults import XARG
 from services.sim.jobs import JobMaker
 from tests.flow.gateway.fleet import CHAT, PREAMBLE, Fleet, fleet
@@ -106,6 +108,14 @@ async def test_a_grpc_turn_is_one_trace_of_its_client_over_all_services(
         assert turn.parent_id == CALLER
         assert turn.attributes["kvloop.turn_id"] == result.receipt.turn_id
         _check_engines(sink, engine_headers)
+
+
+async def test_the_log_names_the_trace_of_a_turn(tmp_path: Path) -> None:
+    async with collector() as sink, traced(tmp_path, sink.url) as running:
+        with capture_logs(processors=[name_trace]) as entries:
+            await running.chat(SAID, SAMPLED)
+
+    assert [entry["trace_id"] for entry in entries if entry["event"] == "turn"] == [TRACE]
 
 
 def _check_engines(sink: Collector, seen: list[Mapping[str, str]]) -> None:

@@ -34,6 +34,7 @@ def result(
     cached: int = 0,
     gaps: tuple[float, ...] = (0.01, 0.02),
     miss_reason: str | None = None,
+    pull_seconds: float | None = None,
 ) -> TurnResult:
     """What a turn took; the parts of the prompt add up."""
     return TurnResult(
@@ -49,6 +50,7 @@ def result(
         recomputed_tokens=prompt - pulled - cached,
         miss_reason=miss_reason,
         retained_tokens=prompt + len(tokens) - 1,
+        pull_seconds=pull_seconds,
     )
 
 

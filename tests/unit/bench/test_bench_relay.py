@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from bench.relay import prompts, replies
 from bench.relay.cases import Round
-from bench.relay.clients import BareWay, HttpWay, Timing, connect
+from bench.relay.clients import BareWay, HttpWay, LegsWay, Timing, connect, open_channel
 from bench.relay.fake_engine import Connection, FakeEngine
 from bench.relay.report import records
+from kvloop.worker.v1 import worker_pb2
 from services.worker.event_messages import Finished, Hello, read_line, request_id_of
 from services.worker.handoff import read_reply
 from services.worker.proof import Proof
@@ -29,6 +32,19 @@ async def _engine(role: str) -> AsyncIterator[tuple[FakeEngine, int]]:
     server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", 0)
     async with server:
         yield engine, server.sockets[0].getsockname()[1]
+
+
+@asynccontextmanager
+async def _services() -> AsyncIterator[int]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.relay.fake_services", stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        yield int(await process.stdout.readline())
+    finally:
+        process.kill()
+        await process.wait()
 
 
 @pytest.mark.parametrize("gap_us", [0, 500])
@@ -68,6 +84,34 @@ async def test_one_server_is_a_way_too() -> None:
         timing = await HttpWay(connection, CLOCK).run(prompts.small(4))
         assert timing.ttft >= 0
         connection.close()
+
+
+async def test_a_stream_one_by_one_has_as_many_tokens() -> None:
+    async with _engine("decode") as (_, port):
+        connection = await connect(port, CLOCK)
+        timing = Timing(CLOCK())
+        prompt = prompts.small(300, burst=1)
+        body = await connection.post(prompt.path, prompt.body(), timing)
+        assert body.count(b'"content":" token"') == 300
+        connection.close()
+
+
+@pytest.mark.parametrize(("tokens", "gap_us", "burst"), [(130, 0, 64), (5, 100, 64), (7, 0, 1)])
+async def test_fake_services_stand_in_for_both_legs(tokens: int, gap_us: int, burst: int) -> None:
+    async with _services() as port:
+        channel = open_channel(port)
+        try:
+            timing = await LegsWay(channel, CLOCK).run(prompts.small(tokens, gap_us, burst))
+            request = prompts.small(tokens, gap_us, burst).leg()
+            decode: Any = channel.unary_stream("/kvloop.worker.v1.WorkerService/Decode")
+            call = decode(request)
+            events = [worker_pb2.DecodeResponse.FromString(data) async for data in call]
+        finally:
+            await channel.close()
+    assert timing.started < timing.arrivals[0] <= timing.ended
+    *chunks, last = events
+    assert last.HasField("summary")
+    assert sum(len(event.batch.chunks_json) or 1 for event in chunks) == tokens + 2
 
 
 def test_replies_are_what_the_sidecar_reads() -> None:

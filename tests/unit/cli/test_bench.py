@@ -90,6 +90,9 @@ def test_failed_turns_fail_the_command(serving: FakeRouter, kvloop: Run, capsys)
         (["--charts", "gif"], "svg"),
         (["--context", "many"], "many"),
         (["--context", "0"], "at least"),
+        (["--rate", "1", "--concurrency", "2"], "not both"),
+        (["--rate", "1", "--concurrency", "1,2"], "1,2"),
+        (["--trace", "/nowhere/trace.jsonl"], "No such file"),
     ],
 )
 def test_wrong_usage_is_refused(
@@ -98,6 +101,60 @@ def test_wrong_usage_is_refused(
     assert kvloop("bench", "ttft", *arguments) == 2
     assert said in capsys.readouterr().err
     assert not serving.requests
+
+
+def test_conversations_come_at_a_rate(serving: FakeRouter, kvloop: Run, capsys) -> None:
+    arguments = ["--rate", "200", "--conversations", "4", "--warm-ups", "0", "--no-control"]
+    assert kvloop("bench", "ttft", *SMALL[:8], *arguments) == 0
+    turns = [r for r in serving.requests if isinstance(r, router_pb2.GenerateRequest)]
+    assert len(turns) == 4 * 2 * 2
+    assert "on: 4 of 4 answers equal those recomputed" in capsys.readouterr().out
+
+
+def test_a_trace_is_held_and_its_files_written(
+    serving: FakeRouter, kvloop: Run, tmp_path: Path
+) -> None:
+    trace, out = tmp_path / "own.jsonl", tmp_path / "results"
+    turn = {"message_tokens": 40, "answer_tokens": 4}
+    trace.write_text(
+        "\n".join(json.dumps({"start_seconds": at, "turns": [turn, turn]}) for at in (0, 0.01, 9))
+    )
+    arguments = ["--conversations", "2", "--warm-ups", "1", "--out", str(out)]
+    assert kvloop("bench", "ttft", "--trace", str(trace), *arguments) == 0
+    document = json.loads((out / "ttft.json").read_text())
+    assert document["conditions"]["arrivals"] == "as recorded"
+    assert len(document["samples"]) == 2 * 2 * 3
+    with (out / "ttft.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["context_up_to"] for row in rows if row["turn"] == "0"} == {"", "1024"}
+
+
+def test_a_trace_without_times_asks_how_it_shall_come(
+    serving: FakeRouter, kvloop: Run, tmp_path: Path, capsys
+) -> None:
+    trace = tmp_path / "own.jsonl"
+    trace.write_text('{"turns": [{"message_tokens": 4, "answer_tokens": 4}]}')
+    assert kvloop("bench", "ttft", "--trace", str(trace)) == 2
+    assert "at which rate" in capsys.readouterr().err
+    assert not serving.requests
+    assert kvloop("bench", "ttft", "--trace", str(trace), "--concurrency", "1") == 0
+
+
+def test_what_is_wrong_with_a_trace_is_told(
+    serving: FakeRouter, kvloop: Run, tmp_path: Path, capsys
+) -> None:
+    trace = tmp_path / "own.jsonl"
+    trace.write_text('{"turns": []}')
+    assert kvloop("bench", "ttft", "--trace", str(trace)) == 2
+    assert "line 1" in capsys.readouterr().err
+    assert not serving.requests
+
+
+def test_other_requests_run_meanwhile(serving: FakeRouter, kvloop: Run, capsys) -> None:
+    assert kvloop("bench", "ttft", *SMALL, "--traffic", "1") == 0
+    turns = [r for r in serving.requests if isinstance(r, router_pb2.GenerateRequest)]
+    assert any("others" in request.conversation_id for request in turns)
+    assert "without retained blocks and bytes" in capsys.readouterr().out
 
 
 def test_an_engine_that_cannot_be_asked_is_told(serving: FakeRouter, kvloop: Run, capsys) -> None:

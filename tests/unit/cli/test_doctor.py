@@ -103,3 +103,11 @@ def test_a_probe_takes_its_turns_through_the_router(
     assert len(turns) == 7
     assert len(turns[0].token_ids.ids) == 64
     assert turns[0].model == "qwen"
+
+
+def test_an_engine_that_cannot_be_asked_for_its_pulls_is_told(
+    stack: FakeKvmeta, kvloop: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--probe", "--probe-tokens", "64", "--prefill-engine-url", "http://127.0.0.1:9"]
+    assert kvloop("doctor", *asked) == 3
+    assert "cannot be reached" in capsys.readouterr().err

@@ -25,6 +25,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         error: raised after the chunks.
         hang: never end after the chunks.
         requests: every request received.
+        metadata: that of the last turn.
         cancelled: set when a hanging call was cancelled.
     """
 
@@ -36,13 +37,16 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self.hang = False
         self.models: list[router_pb2.Model] = []
         self.requests: list[Any] = []
+        self.metadata: dict[str, str | bytes] = {}
         self.cancelled = asyncio.Event()
 
     async def Chat(self, request, context):
+        self.metadata = dict(context.invocation_metadata())
         async for event in self._turn(request, router_pb2.ChatResponse):
             yield event
 
     async def Generate(self, request, context):
+        self.metadata = dict(context.invocation_metadata())
         async for event in self._turn(request, router_pb2.GenerateResponse):
             yield event
 

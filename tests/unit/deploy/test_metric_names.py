@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import yaml
 
 from tests.unit.deploy.promtool import promtool
-from tests.unit.deploy.queries import label_values, metric_names, queries
+from tests.unit.deploy.queries import ROOT, label_values, metric_names, queries
 from tests.unit.docs.metrics_document import LABEL_VALUES, services
 
 _BY_PROMETHEUS = {"job", "instance"}
+_OF_A_SERVICE = re.compile(r"\bkvloop_(?:router|kvmeta|worker|rpc)_\w+")
 
 
 def _samples() -> dict[str, str]:
@@ -30,6 +34,14 @@ def test_a_query_reads_metrics_and_labels_that_exist(where: str, query: str) -> 
     for metric, label, value in label_values(query):
         if label not in _BY_PROMETHEUS:
             assert f"`{value}`" in LABEL_VALUES[samples[metric], label], where
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_a_page_names_metrics_that_exist(page: Path) -> None:
+    families = set(_samples().values())
+    named = set(_OF_A_SERVICE.findall(page.read_text()))
+
+    assert named <= _samples().keys() | families
 
 
 def test_queries_are_found_in_all_three_places() -> None:

@@ -17,10 +17,12 @@ from kvloop.common.v1 import common_pb2
 from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
 from kvloop.router.v1 import router_pb2
 from kvloop.worker.v1 import worker_pb2
+from services.common.loop_metrics import watch_tasks
 from services.common.rpc_metrics import RpcMetrics
 from services.kvmeta import model as kvmeta_model
 from services.kvmeta.metrics import CommitOutcome as LedgerCommitOutcome
 from services.kvmeta.metrics import KvmetaMetrics
+from services.router.breaker import BreakerState
 from services.router.metrics import Fallback, HandleReturn, Outcome, RouterMetrics
 from services.worker.budget import Shortage
 from services.worker.commits import CommitOutcome
@@ -65,6 +67,7 @@ LABEL_VALUES = {
     ("kvloop_router_fallbacks", "cause"): _words(Fallback),
     ("kvloop_router_handle_returns", "outcome"): _words(HandleReturn),
     ("kvloop_router_prompt_tokens", "source"): _listed(["pulled", "cached", "recomputed"]),
+    ("kvloop_router_breakers", "state"): _words(BreakerState),
     ("kvloop_router_errors", "reason"): _ERROR_REASON + ", in lower case as in `worker_lost`",
     ("kvloop_kvmeta_takes", "outcome"): _listed(
         ["hit", *(reason.value.lower() for reason in kvmeta_model.MissReason)]
@@ -147,6 +150,7 @@ def services() -> dict[str, list[Family]]:
     shared, router, kvmeta, worker = (_Recorder() for _ in range(4))
     RpcMetrics(shared)
     ProcessCollector(registry=shared)
+    watch_tasks(shared, lambda: 0)
     RouterMetrics(router)
     KvmetaMetrics(kvmeta)
     WorkerMetrics(worker)

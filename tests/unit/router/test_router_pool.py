@@ -9,8 +9,18 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
-from kvloop.errors import KvloopError, OutOfRangeError, UnavailableError
+from kvloop.common.v1 import common_pb2
+from kvloop.errors import (
+    DeadlineError,
+    InternalError,
+    InvalidFieldError,
+    KvloopError,
+    OutOfRangeError,
+    UnavailableError,
+)
 from kvloop.kvmeta.v1 import registry_pb2
+from services.router.breaker import BreakerLimits, BreakerState
+from services.router.policy import TurnFacts
 from services.router.registry import Backoff, RegistryFollower
 from services.router.workers import WorkerPool
 from tests.flow.router.fakes import eventually, make_worker
@@ -25,12 +35,14 @@ class Harness:
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.now = 100.0
         self.open: list[str] = []
+        self.openings = 0
         self.pool = WorkerPool(
             tasks,
             clock=lambda: self.now,
-            cooldown_seconds=5,
+            breakers=BreakerLimits(failures=3, cooldown_seconds=5, max_cooldown_seconds=20),
             grace_seconds=10,
             connect=self._connect,  # type: ignore[arg-type]
+            breaker_opened=self._opened,
         )
 
     @asynccontextmanager
@@ -39,6 +51,15 @@ class Harness:
         self.open.append(name)
         yield name
         self.open.remove(name)
+
+    def _opened(self) -> None:
+        self.openings += 1
+
+    def fail(self, worker_id: str, error: KvloopError | None = None) -> None:
+        """Let a turn fail there."""
+        error = error or UnavailableError("", reason="WORKER_UNREACHABLE")
+        with pytest.raises(type(error)), self.pool.use(worker_id):
+            raise error
 
     def prefill_ids(self) -> list[str]:
         return [c.worker_id for c in self.pool.candidates("tiny", PREFILL)]
@@ -99,7 +120,7 @@ async def test_channel_of_a_worker_that_left_closes_with_its_last_turn() -> None
 async def test_a_new_life_gets_a_new_channel(change) -> None:
     async with harness() as h:
         await h.pool.put(make_worker("a", PREFILL))
-        h.pool.cool_down("a")
+        h.fail("a")
         await h.pool.put(make_worker("a", PREFILL, **change))
         await eventually(lambda: len(h.open) == 1)
         found = h.pool.find("a")
@@ -122,13 +143,111 @@ async def test_a_new_state_keeps_the_channel() -> None:
         assert h.pool.models()[0].prefill == []
 
 
-async def test_cool_down_ends_by_the_clock() -> None:
+async def test_a_worker_that_cannot_be_reached_is_avoided_until_its_cooldown_is_over() -> None:
     async with harness() as h:
         await h.pool.put(make_worker("a", PREFILL))
-        h.pool.cool_down("a")
+        h.fail("a")
         assert not h.pool.candidates("tiny", PREFILL)[0].reachable
+        assert h.openings == 1
         h.now += 5
         assert h.pool.candidates("tiny", PREFILL)[0].reachable
+        assert h.pool.breakers(BreakerState.HALF_OPEN) == 1
+
+
+async def test_one_turn_at_a_time_tries_a_worker_again() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        h.fail("a")
+        h.now += 5
+        with h.pool.use("a"):
+            assert not h.pool.candidates("tiny", PREFILL)[0].reachable
+            with h.pool.use("a"):  # as a last resort: no second probe, no verdict on the first
+                pass
+        assert h.pool.breakers(BreakerState.CLOSED) == 1
+
+
+async def test_a_probe_that_fails_doubles_the_cooldown() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        h.fail("a")
+        h.now += 5
+        h.fail("a")
+        h.now += 9
+        assert h.pool.breakers(BreakerState.OPEN) == 1
+        h.now += 1
+        assert h.pool.breakers(BreakerState.HALF_OPEN) == 1
+
+
+async def test_a_probe_whose_caller_hangs_up_lets_the_next_turn_try() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        h.fail("a")
+        h.now += 5
+        with pytest.raises(asyncio.CancelledError), h.pool.use("a"):
+            raise asyncio.CancelledError
+        assert h.pool.candidates("tiny", PREFILL)[0].reachable
+
+
+async def test_failures_of_a_worker_that_can_be_reached_add_up() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        failure = InternalError("", reason="ENGINE_FAILED")
+        h.fail("a", failure)
+        h.fail("a", failure)
+        with h.pool.use("a"):
+            pass
+        h.fail("a", failure)
+        h.fail("a", failure)
+        assert h.pool.candidates("tiny", PREFILL)[0].reachable
+        h.fail("a", failure)
+        assert not h.pool.candidates("tiny", PREFILL)[0].reachable
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidFieldError("", reason="ENGINE_REJECTED"), DeadlineError("late")]
+)
+async def test_what_is_not_the_workers_fault_opens_no_breaker(error) -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        for _ in range(10):
+            h.fail("a", error)
+        assert h.pool.breakers(BreakerState.CLOSED) == 1
+
+
+async def test_a_decode_worker_is_well_again_at_the_first_chunk() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", DECODE))
+        h.fail("a")
+        h.now += 5
+        facts = TurnFacts()
+        with h.pool.use("a", facts):
+            h.pool.first_chunk("a", facts)
+            assert h.pool.candidates("tiny", DECODE)[0].reachable
+
+
+async def test_legs_teach_what_the_worker_takes() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        await h.pool.put(make_worker("b", PREFILL))
+        for _ in range(3):
+            facts = TurnFacts(prompt_tokens=1000)
+            with h.pool.use("a", facts):
+                h.now += 2
+                report = common_pb2.PrefillReport(prompt_tokens=1000, recomputed_tokens=1000)
+                h.pool.prefilled("a", facts, report)
+        a, b = h.pool.candidates("tiny", PREFILL)
+        assert a.load.speeds.prefill(500, 0) == pytest.approx(1.0)
+        assert b.load.own is None
+        assert b.load.speeds.prefill(500, 0) == pytest.approx(1.0)
+
+
+async def test_a_leg_that_is_cut_off_leaves_the_queue() -> None:
+    async with harness() as h:
+        await h.pool.put(make_worker("a", PREFILL))
+        load = h.pool.candidates("tiny", PREFILL)[0].load
+        with h.pool.use("a", TurnFacts(prompt_tokens=1000)):
+            assert load.wait(1, h.now) > 0
+        assert load.wait(0, h.now) == 0
 
 
 async def test_unconfirmed_workers_are_kept_for_the_grace_period() -> None:

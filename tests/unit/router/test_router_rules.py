@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
-from collections import Counter
 
 import pytest
 
@@ -18,13 +16,11 @@ from kvloop.errors import (
     PreconditionError,
     UnavailableError,
 )
-from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.router.v1 import router_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.router import failures, receipt
 from services.router.deadline import Deadline
-from services.router.length import context_limit, refuse_if_too_long
-from services.router.policy import Candidate, first_usable, rank_decode, rank_prefill
+from services.router.length import refuse_if_too_long
 from services.router.request import generate_turn
 from services.router.turn import admit
 from services.router.turn_state import Turn
@@ -34,87 +30,6 @@ from tests.flow.router.stack import DECODE, PREFILL
 
 P = make_worker("p", PREFILL)
 D = make_worker("d", DECODE)
-
-
-def prefill(worker_id: str, **fields) -> Candidate:
-    return Candidate(make_worker(worker_id, PREFILL), **fields)
-
-
-def decode(worker_id: str, **fields) -> Candidate:
-    return Candidate(make_worker(worker_id, DECODE), **fields)
-
-
-def draining(candidate: Candidate) -> Candidate:
-    candidate.worker.state = registry_pb2.Worker.STATE_DRAINING
-    return candidate
-
-
-def ids(ranking) -> list[str]:
-    return [entry.worker.worker_id for entry in ranking]
-
-
-class TestRankPrefill:
-    def rank(self, *candidates: Candidate, holder=None, rng=lambda: 0.0):
-        return rank_prefill(candidates, decode=D, holder=holder, rng=rng)
-
-    def test_least_loaded_comes_first(self) -> None:
-        ranking = self.rank(prefill("a", in_flight=2), prefill("b", in_flight=1), prefill("c"))
-        assert ids(ranking) == ["c", "b", "a"]
-        assert [entry.score for entry in ranking] == [0, 1, 2]
-
-    def test_ties_are_spread_evenly(self) -> None:
-        rng = random.Random(7).random
-        first = Counter(
-            ids(self.rank(*(prefill(name) for name in "abcd"), rng=rng))[0] for _ in range(400)
-        )
-        assert set(first) == set("abcd")
-        assert min(first.values()) > 60
-
-    @pytest.mark.parametrize("candidate", [draining(prefill("a")), prefill("a", reachable=False)])
-    def test_draining_and_unreachable_are_not_usable(self, candidate) -> None:
-        assert first_usable(self.rank(candidate)) is None
-        assert ids(self.rank(candidate, prefill("b", in_flight=50))) == ["b", "a"]
-
-    def test_one_that_can_pull_beats_an_idle_one_that_cannot(self) -> None:
-        other = Candidate(make_worker("a", PREFILL, contract_version=2))
-        ranking = self.rank(other, prefill("b", in_flight=50), holder=D)
-        assert ids(ranking) == ["b", "a"]
-        assert "different versions" in ranking[1].reason
-
-    def test_without_a_handle_pulling_does_not_matter(self) -> None:
-        other = Candidate(make_worker("a", PREFILL, contract_version=2))
-        assert ids(self.rank(other, prefill("b", in_flight=1))) == ["a", "b"]
-
-    def test_one_that_cannot_hand_over_is_not_usable(self) -> None:
-        ranking = self.rank(Candidate(make_worker("a", PREFILL, block_size=64)))
-        assert first_usable(ranking) is None
-        assert "block sizes differ" in ranking[0].reason
-
-    def test_nobody(self) -> None:
-        assert first_usable(self.rank()) is None
-
-
-class TestRankDecode:
-    def rank(self, *candidates: Candidate, holder_id="", last_id=""):
-        return rank_decode(candidates, holder_id=holder_id, last_id=last_id, rng=lambda: 0.0)
-
-    def test_holder_beats_last_beats_load(self) -> None:
-        workers = [decode("idle"), decode("last", in_flight=5), decode("holder", in_flight=9)]
-        ranking = self.rank(*workers, holder_id="holder", last_id="last")
-        assert ids(ranking) == ["holder", "last", "idle"]
-
-    def test_health_beats_affinity(self) -> None:
-        workers = [decode("holder", reachable=False), decode("other", in_flight=9)]
-        assert ids(self.rank(*workers, holder_id="holder")) == ["other", "holder"]
-
-    def test_unreachable_is_still_usable_if_there_is_no_other(self) -> None:
-        ranking = self.rank(decode("a", reachable=False), draining(decode("b")))
-        assert ids(ranking) == ["a", "b"]
-        assert first_usable(ranking) is not None
-        assert not ranking[1].usable
-
-    def test_draining_holder_is_not_usable(self) -> None:
-        assert first_usable(self.rank(draining(decode("a")), holder_id="a")) is None
 
 
 @pytest.mark.parametrize(
@@ -157,8 +72,8 @@ class TestLength:
             make_worker("b", DECODE, max_model_len=90),
             make_worker("c", DECODE, max_model_len=0),
         ]
-        assert context_limit(workers) == 90
-        assert context_limit([]) == 0
+        assert ModelWorkers("m", workers[:1], workers[1:]).context_limit == 90
+        assert ModelWorkers("m", [], []).context_limit == 0
 
     def test_prompt_must_leave_room_for_one_token(self) -> None:
         refuse_if_too_long(self.request(), 99, 100)
@@ -183,23 +98,25 @@ class TestLength:
 
 
 @pytest.mark.parametrize(
-    ("error", "unused", "down"),
+    ("error", "unused", "down", "for_all"),
     [
-        (UnavailableError("", reason="WORKER_UNREACHABLE"), True, True),
-        (UnavailableError("", reason="ENGINE_UNREACHABLE"), True, True),
-        (UnavailableError("", reason="DRAINING"), True, True),
-        (PreconditionError("", reason="WRONG_ROLE"), True, True),
-        (InvalidFieldError("", reason="ENGINE_REJECTED"), True, False),
-        (UnavailableError("", reason="WORKER_LOST"), False, True),
-        (UnavailableError("", reason="ENGINE_LOST"), False, True),
-        (UnavailableError(""), False, False),
-        (InternalError("", reason="ENGINE_FAILED"), False, False),
-        (DeadlineError(""), False, False),
+        (UnavailableError("", reason="WORKER_UNREACHABLE"), True, True, True),
+        (UnavailableError("", reason="ENGINE_UNREACHABLE"), True, True, True),
+        (UnavailableError("", reason="DRAINING"), True, True, True),
+        (PreconditionError("", reason="WRONG_ROLE"), True, True, True),
+        (InvalidFieldError("", reason="ENGINE_REJECTED"), True, False, False),
+        (UnavailableError("", reason="WORKER_LOST"), False, True, True),
+        # One broken connection to an engine says nothing of the others.
+        (UnavailableError("", reason="ENGINE_LOST"), False, True, False),
+        (UnavailableError(""), False, False, False),
+        (InternalError("", reason="ENGINE_FAILED"), False, False, False),
+        (DeadlineError(""), False, False, False),
     ],
 )
-def test_what_a_failure_means(error, unused, down) -> None:
+def test_what_a_failure_means(error, unused, down, for_all) -> None:
     assert failures.params_unused(error) is unused
     assert failures.worker_is_down(error) is down
+    assert failures.is_down_for_all(error) is for_all
 
 
 class TestDeadline:

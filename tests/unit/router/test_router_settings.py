@@ -31,6 +31,8 @@ def test_flags_beat_the_environment_which_beats_defaults(monkeypatch) -> None:
         {"gateway_listen": "host"},
         {"api_keys": "a not-a-digest"},
         {"rate_limit": "many"},
+        {"policy": "best"},
+        {"worker_failures": 0},
         {"tls_certificate_file": "c.pem"},
         {"tls_client_ca_file": "ca.pem"},
         {"ledger_timeout_seconds": 0},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 
 import pytest
@@ -56,6 +57,13 @@ class _World:
 
     def unsettled(self) -> float | None:
         return self.metrics.registry.get_sample_value("kvloop_worker_commits_unsettled_total")
+
+
+async def _seconds(work: Awaitable[object]) -> float:
+    """How long something takes."""
+    start = time.monotonic()
+    await work
+    return time.monotonic() - start
 
 
 @pytest.fixture
@@ -239,6 +247,29 @@ async def test_the_answer_does_not_wait_for_a_slow_ledger_but_the_commit_goes_on
     slow.set()
     await until(lambda: world.ledger.stored)
     assert len(world.ledger.commits) == 1
+
+
+async def test_answers_do_not_wait_for_a_ledger_that_is_silent_until_it_speaks_again(
+    world: _World,
+) -> None:
+    async with background_tasks() as tasks:
+        patient = CommitLimits(
+            event_timeout_seconds=5, commit_timeout_seconds=0.5, settle_timeout_seconds=30
+        )
+        committer = TurnCommitter(
+            "decode-0", world.ledger, world.hub, world.clock, world.metrics, tasks, patient
+        )
+        answers = [asyncio.Event() for _ in range(3)]
+        world.ledger.answers = [answers[0], answers[1], 60.0, answers[2]]
+        times = []
+        for _ in range(2):
+            times.append(await _seconds(world.run(committer)))
+        assert times[0] >= 0.5 > times[1]
+        assert await world.run(committer) == CommitResult(CommitOutcome.COMMITTED, 64, 60.0)
+        assert await _seconds(world.run(committer)) >= 0.5  # it had answered
+        for answer in answers:
+            answer.set()
+        await until(lambda: len(world.ledger.stored) == 4)
 
 
 async def test_a_caller_who_leaves_before_the_event_gets_the_turn_released(

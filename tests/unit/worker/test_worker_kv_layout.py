@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from services.worker.kv_layout import KvLayout, choose_kv_layout, is_uniform, vllm_version
+from services.worker.kv_layout import (
+    Attention,
+    KvLayout,
+    attention_of,
+    choose_kv_layout,
+    vllm_version,
+)
 
 
 def _choose(wanted: Any = "auto", **changes: Any) -> KvLayout:
@@ -16,7 +22,7 @@ def _choose(wanted: Any = "auto", **changes: Any) -> KvLayout:
         "block_size": None,
         "engine_args": [],
         "environment": {},
-        "uniform": True,
+        "attention": Attention.UNIFORM,
     }
     return choose_kv_layout(wanted, **(given | changes))
 
@@ -56,15 +62,46 @@ def test_a_block_size_among_the_engines_flags_is_not_doubled(engine_args: list[s
     assert _choose(version=(0, 33), engine_args=engine_args).block_size is None
 
 
-@pytest.mark.parametrize("uniform", [False, None])
-def test_a_model_that_may_not_support_it_is_left_to_the_engine(uniform: bool | None) -> None:
-    layout = _choose(uniform=uniform)
+@pytest.mark.parametrize("attention", [Attention.MIXED, Attention.UNKNOWN])
+def test_a_model_that_may_not_support_it_is_left_to_the_engine(attention: Attention) -> None:
+    layout = _choose(attention=attention)
     assert (layout.block_size, layout.cross_layers) == (None, False)
     assert "model" in layout.reason
 
 
+def test_latent_attention_gets_the_block_size_of_its_backends() -> None:
+    layout = _choose(attention=Attention.LATENT)
+    assert (layout.block_size, layout.cross_layers) == (64, False)
+    assert "latent" in layout.reason
+    assert _choose(attention=Attention.LATENT, block_size=128).block_size == 128
+    flags = ["--block-size", "32"]
+    assert _choose(attention=Attention.LATENT, engine_args=flags).block_size is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"version": (0, 33)}, "vLLM 0.33 ignores cross-layer blocks"),
+        ({"attention": Attention.LATENT}, "for this model"),
+        ({"attention": Attention.MIXED}, "for this model"),
+        ({"environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}, "second model runner"),
+    ],
+)
+def test_it_is_said_what_vllm_ignores(changes: dict[str, Any], said: str) -> None:
+    (warning,) = _choose("cross-layers", **changes).warnings
+    assert said in warning
+
+
+def test_nothing_is_said_of_what_vllm_does() -> None:
+    assert _choose("cross-layers").warnings == ()
+    assert _choose("auto", version=(0, 33), attention=Attention.MIXED).warnings == ()
+    assert _choose("large-blocks", platform="cpu").warnings == (
+        "large-blocks is for GPUs, and not used here",
+    )
+
+
 def test_what_the_operator_asks_for_is_done_whatever_the_version() -> None:
-    assert _choose("cross-layers", version=(0, 33), uniform=None).cross_layers
+    assert _choose("cross-layers", version=(0, 33), attention=Attention.UNKNOWN).cross_layers
     assert _choose("large-blocks").block_size == 128
     assert not _choose("large-blocks").cross_layers
     assert _choose("engine-default") == KvLayout(None, False, "as settings say")
@@ -92,22 +129,23 @@ def test_versions_are_read(text: str | None, version: tuple[int, int] | None) ->
 
 
 @pytest.mark.parametrize(
-    ("config", "uniform"),
+    ("config", "attention"),
     [
-        ({"model_type": "qwen3"}, True),
-        ({"model_type": "qwen3", "sliding_window": None}, True),
-        ({"sliding_window": 4096, "use_sliding_window": False}, True),
-        ({"layer_types": ["full_attention", "full_attention"]}, True),
-        ({"sliding_window": 4096}, False),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, False),
-        ({"kv_lora_rank": 512}, False),
-        ({"mamba_d_state": 128}, False),
-        ({"text_config": {"kv_lora_rank": 512}}, False),
-        ({"text_config": {"model_type": "qwen3"}, "vision_config": {}}, True),
-        ({}, None),
+        ({"model_type": "qwen3"}, Attention.UNIFORM),
+        ({"model_type": "qwen3", "sliding_window": None}, Attention.UNIFORM),
+        ({"sliding_window": 4096, "use_sliding_window": False}, Attention.UNIFORM),
+        ({"layer_types": ["full_attention", "full_attention"]}, Attention.UNIFORM),
+        ({"sliding_window": 4096}, Attention.MIXED),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, Attention.MIXED),
+        ({"kv_lora_rank": 512}, Attention.LATENT),
+        ({"kv_lora_rank": 512, "linear_attn_config": {"a": 1}}, Attention.MIXED),
+        ({"mamba_d_state": 128}, Attention.MIXED),
+        ({"text_config": {"kv_lora_rank": 512}}, Attention.LATENT),
+        ({"text_config": {"model_type": "qwen3"}, "vision_config": {}}, Attention.UNIFORM),
+        ({}, Attention.UNKNOWN),
     ],
 )
-def test_models_with_layers_of_one_kind_are_told_apart(
-    config: dict[str, Any], uniform: bool | None
+def test_models_are_told_apart_by_what_their_layers_keep(
+    config: dict[str, Any], attention: Attention
 ) -> None:
-    assert is_uniform(config) is uniform
+    assert attention_of(config) is attention

@@ -1,0 +1,1 @@
+"""How kvloop behaves with hundreds of workers and a hundred thousand conversations."""

@@ -1,0 +1,39 @@
+"""Which worker a prompt's beginning belongs to (rendezvous hashing). Pure functions.
+
+Each worker draws a number from its own name and the beginning's, and the highest
+wins. All routers come to the same result without talking to each other, and when
+workers come or go, only what was theirs moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from services.router.policy import Candidate
+
+FAVOURITES = 2
+"""Workers that are told apart by what they may have cached."""
+
+
+def draw(candidate: Candidate, affinity: int) -> int:
+    """The worker's number for that beginning.
+
+    A tuple of integers has the same hash in every process of CPython; only those of
+    strings are salted.
+    """
+    return hash((candidate.number ^ affinity, affinity))
+
+
+def favourites(candidates: Iterable[Candidate], affinity: int) -> tuple[str, ...]:
+    """The worker that a beginning belongs to, and who stands in for it.
+
+    Only workers that can be used count. Fewer than two where there are no more.
+    """
+    usable = [each for each in candidates if each.takes_turns and each.reachable]
+    drawn = [hash((candidate.number ^ affinity, affinity)) for candidate in usable]
+    found = []
+    for _ in range(min(FAVOURITES, len(usable))):
+        place = drawn.index(max(drawn))
+        found.append(usable[place].worker_id)
+        drawn[place] = -(1 << 63)
+    return tuple(found)

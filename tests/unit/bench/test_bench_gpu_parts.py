@@ -1,0 +1,125 @@
+"""The GPU's parts, run on turns that answer at once: nothing of them is tried there first."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.gpu import checks, parts
+from bench.gpu.added import added
+from bench.gpu.engines import engine_pairs, rehearsal_pairs
+from bench.gpu.models import kv_bytes_per_token, model_config
+from bench.gpu.parts import PARTS, Bench, Outcome, Ways
+from kvloop.bench.rounds import run_rounds
+from kvloop.bench.samples import Run, Sample, Shape
+from kvloop.bench.turns import TurnRequest, TurnResult
+from services.worker.kv_layout import Attention, attention_of
+from tests.unit.bench.fakes import FakeClock, FakePrefill, FakeTurns, result
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+class _Turns(FakeTurns):
+    """Turns during which others get to run."""
+
+    async def run(self, request: TurnRequest) -> TurnResult:
+        await asyncio.sleep(0)
+        return await super().run(request)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Every pair of engines is there."""
+    monkeypatch.setattr(parts, "HttpPrefillEngine", lambda url: FakePrefill())
+    usage = iter([0.5] + [0.0] * 1000)
+    monkeypatch.setattr(checks, "_kv_usage", lambda url: next(usage))
+    clock = FakeClock()
+    turns = _Turns(clock=clock)
+    ways = Ways(turns, "http://p", "http://d", bare=turns, split=turns, decode_alone=turns)
+    return Bench(
+        ways=dict.fromkeys(engine_pairs(), ways),
+        clock=clock,
+        stop=lambda: False,
+        on_progress=lambda progress: None,
+        source=random.Random(1),
+        scale=64,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses between rounds are for engines."""
+
+    async def at_once(*arguments: object, **more: object) -> Run:
+        return await run_rounds(*arguments, **more, sleep=FakeClock().sleep)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(parts, "run_rounds", at_once)
+
+
+@pytest.mark.parametrize("name", PARTS)
+async def test_every_part_runs_to_its_end(bench: Bench, name: str) -> None:
+    found = Outcome()
+    await PARTS[name].run(bench, found)
+    assert found.runs
+    assert not [s.error for run in found.runs.values() for s in run.samples if s.error]
+    json.dumps([found.records(), found.notes, found.traffic])
+    assert (name in ("q8", "two-gpus")) == bool(found.notes)
+
+
+def test_every_part_has_engines_a_row_in_the_readme_and_a_call() -> None:
+    known = engine_pairs()
+    readme = (REPOSITORY / "bench/gpu/README.md").read_text()
+    calls = " ".join(re.findall(r"`go\.sh OUT \d+ ([a-z0-9 -]+)`", readme)).split()
+    for name, part in PARTS.items():
+        assert set(part.engines) <= set(known)
+        assert f"| `{name}` |" in readme
+        assert name in calls
+
+
+@pytest.mark.parametrize("pair", engine_pairs().values(), ids=lambda pair: pair.name)
+def test_every_pair_makes_a_stack(pair, tmp_path: Path) -> None:
+    settings = pair.stack_settings(tmp_path)
+    assert [worker.role for worker in settings.workers] == ["prefill", "decode"]
+    assert Path(pair.model).name in (REPOSITORY / "bench/gpu/setup.sh").read_text()
+
+
+def test_a_rehearsal_knows_the_same_engines() -> None:
+    assert set(rehearsal_pairs("tiny")) == set(engine_pairs())
+
+
+@pytest.mark.parametrize(
+    ("kind", "kib", "attention"),
+    [
+        ("q8", 144, Attention.UNIFORM),
+        ("q32", 256, Attention.UNIFORM),
+        ("a3b", 96, Attention.UNIFORM),
+        ("v2lite", 30.375, Attention.LATENT),
+    ],
+)
+def test_shapes_keep_as_much_kv_as_their_models(
+    kind: str, kib: float, attention: Attention
+) -> None:
+    config = model_config(kind)
+    assert kv_bytes_per_token(config) == kib * 1024
+    assert attention_of(config) is attention
+
+
+def test_what_kvloop_adds_is_told_from_pairs_and_by_legs() -> None:
+    shape, samples = Shape(100), []
+    for repetition, (ours, bare) in enumerate([(0.110, 0.100), (0.218, 0.210), (0.312, 0.300)]):
+        for name, ttft in (("on", ours), ("bare-on", bare)):
+            taken = dataclasses.replace(
+                result(ttft=ttft), prefill_leg_seconds=bare * 0.8, decode_leg_seconds=bare * 0.2
+            )
+            samples.append(Sample(shape, name, repetition, 0, 2, taken))
+    (said,) = added(Run(tuple(samples), ()))
+    assert said == (
+        "kvloop adds 10.0 ms (quartiles 9.0 to 11.0, 3 pairs) to the bare protocol's 210.0 ms "
+        "with reuse on: +0.0 ms in the legs, 10.0 ms outside them"
+    )
