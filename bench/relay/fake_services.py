@@ -3,8 +3,8 @@
     python -m bench.relay.fake_services
 
 Prints its port. The ledger knows no conversation, the registry knows a worker for each
-leg, and both are this server. Answers are bytes that were made before it started; a
-request says how it is answered, in the text of its body.
+leg, and both are this server, each on a port of its own. Answers are bytes that were made
+before it started; a request says how it is answered, in the text of its body.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ def _worker(role: str, address: str) -> registry_pb2.Worker:
 async def _serve() -> None:
     server = grpc.aio.server(options=[*rpc.OPTIONS, ("grpc.so_reuseport", 0)])
     port = server.add_insecure_port("127.0.0.1:0")
-    workers = [_worker(role, f"127.0.0.1:{port}") for role in ("prefill", "decode")]
+    workers = [
+        _worker(role, f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        for role in ("prefill", "decode")
+    ]
     change = registry_pb2.WatchWorkersResponse
 
     async def watch(request: bytes, context: Any) -> AsyncIterator[bytes]:

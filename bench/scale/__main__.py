@@ -22,7 +22,7 @@ from bench.scale.world import run as run_world
 from services.router.policies import PolicyName
 
 app = typer.Typer(add_completion=False, help="Hundreds of workers, 100,000 conversations.")
-_console = Console(width=120)
+_console = Console(width=150)
 _PERCENTILES = (0.5, 0.9, 0.99)
 
 
@@ -43,7 +43,7 @@ def decisions(
 ) -> None:
     """How long the choice of both workers of a turn takes."""
     describe_machine()
-    table = _table("microseconds per decision", ["workers", "policy", "p50", "p90", "p99"])
+    table = _table("CPU microseconds per decision", ["workers", "policy", "p50", "p90", "p99"])
     for size in workers:
         for policy in PolicyName:
             measured = asyncio.run(decisions_of.measure(policy, size, count, seed=1))

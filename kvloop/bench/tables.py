@@ -15,7 +15,7 @@ from kvloop.bench.stats import Distribution
 
 _COLUMNS = (
     "context",
-    "at once",
+    "load",
     "turn",
     "reuse",
     "TTFT p50",
@@ -30,21 +30,21 @@ _COLUMNS = (
     "ITL p50",
     "pulled",
     "cached",
-    "recomputed",
+    "computed",
     "GB/s",
-    "tokens/s",
+    "tok/s",
     "retained",
     "n",
 )
 _CAPTION = (
-    "times in ms; ratio: TTFT off over this row's; rest: of TTFT outside both legs; "
-    "retained: KV blocks on decode at most"
+    "times in ms; load: conversations at once, or how they come; ratio: TTFT off over this "
+    "row's; rest: of TTFT outside both legs; retained: KV blocks on decode at most"
 )
 
 
 def ttft_table(found: Sequence[Cell]) -> Table:
     """All cells. Times are in milliseconds."""
-    table = Table(box=SIMPLE_HEAD, caption=_CAPTION)
+    table = Table(box=SIMPLE_HEAD, caption=_CAPTION, collapse_padding=True, pad_edge=False)
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for cell in found:

@@ -24,7 +24,7 @@ of an idle fleet to the same worker."""
 
 LAST_RESORT = 1_000_000.0
 """Added to the score of workers that are used only if there is no other."""
-LAST_SHARE = 0.5
+LAST_SHARE = 0.8
 """Share of a prompt that is taken to be known from earlier turns where only that
 there were some is known: nobody holds it any more, but caches may."""
 

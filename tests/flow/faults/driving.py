@@ -8,11 +8,15 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import msgspec
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvloop import rpc
 from kvloop.kvmeta.v1 import ledger_pb2
 from services.sim.faults import parse
 from tests.flow.faults.cases import Act, Case, Step
+from tests.flow.faults.life import Life
 from tests.flow.faults.rest import eventually
 from tests.flow.faults.turns import ANSWER_TOKENS, Turn
 from tests.flow.faults.world import REFUSAL_SECONDS, Worker, World
@@ -52,9 +56,7 @@ class Scene:
 
     async def met(self, fault: str) -> int:
         """How often they have met it."""
-        kind = fault.partition(";")[0]
-        states = [await worker.state() for worker in self.of_leg(fault)]
-        return sum(state["faults_applied"].get(kind, 0) for state in states)
+        return sum([await _times_met(worker, fault) for worker in self.of_leg(fault)])
 
 
 async def run(scene: Scene, make_turn: Callable[[asyncio.TaskGroup], Turn]) -> Turn:
@@ -98,15 +100,16 @@ async def _with_act(
         turn = make_turn(tasks)
         await turn.end()
         return turn
-    hold, engine = _HOLDS[step], scene.prefill if step is Step.IN_P else scene.decode
-    before = (await engine.state())["faults_applied"].get(hold.partition(";")[0], 0)
-    await _meet(engine, f"{hold};seconds={HOLD_SECONDS}")
+    hold, worker = _HOLDS[step], scene.prefill if step is Step.IN_P else scene.decode
+    before = await _times_met(worker, hold)
+    await _meet(worker, f"{hold};seconds={HOLD_SECONDS}")
     turn = make_turn(tasks)
     async with asyncio.timeout(10):
-        await _reached(scene, step, turn, before)
+        await _reached(scene, step, turn)
+    assert await _times_met(worker, hold) == before + 1
     acting = tasks.create_task(_ACTS[act](scene, turn))
     if act in _LEAVING:  # takes until the turn is over
-        await _noticed(scene, act)
+        await _begins_to_leave(_LEAVING[act](scene).service.port)
     else:
         await acting
     await scene.world.clock.advance(HOLD_SECONDS)
@@ -148,12 +151,18 @@ async def _meet(worker: Worker, fault: str) -> None:
     assert reply.status == 200, reply.json
 
 
-async def _reached(scene: Scene, step: Step, turn: Turn, before: int) -> None:
+async def _times_met(worker: Worker, fault: str) -> int:
+    kind = fault.partition(";")[0]
+    return int((await worker.state())["faults_applied"].get(kind, 0))
+
+
+async def _reached(scene: Scene, step: Step, turn: Turn) -> None:
     match step:
         case Step.IN_P:
             await scene.prefill.until(lambda state: bool(state["loading"]))
         case Step.BETWEEN:
-            await scene.decode.until(lambda state: state["faults_applied"].get("hang", 0) > before)
+            # The fault is used up when it is met.
+            await scene.decode.until(lambda state: not state["faults"])
         case Step.BEFORE_FIRST_BYTE:
             await scene.decode.until(lambda state: bool(state["loading"]))
         case Step.MID_STREAM:
@@ -163,23 +172,27 @@ async def _reached(scene: Scene, step: Step, turn: Turn, before: int) -> None:
             await turn.received(ANSWER_TOKENS - 1)
 
 
-_LEAVING = {
-    Act.KVMETA_LEAVES,
-    Act.P_SIDECAR_LEAVES,
-    Act.D_SIDECAR_LEAVES,
-    Act.ROUTER_LEAVES,
+_LEAVING: Mapping[Act, Callable[[Scene], Life[Any]]] = {
+    Act.KVMETA_LEAVES: lambda scene: scene.world.kvmeta,
+    Act.P_SIDECAR_LEAVES: lambda scene: scene.prefill.sidecar,
+    Act.D_SIDECAR_LEAVES: lambda scene: scene.decode.sidecar,
+    Act.ROUTER_LEAVES: lambda scene: scene.world.router,
 }
 
 
-async def _noticed(scene: Scene, act: Act) -> None:
-    """Wait until a service has begun to leave."""
-    match act:
-        case Act.P_SIDECAR_LEAVES:
-            await poll(lambda: scene.prefill.sidecar.service.admission.draining)
-        case Act.D_SIDECAR_LEAVES:
-            await poll(lambda: scene.decode.sidecar.service.admission.draining)
-        case _:
-            await asyncio.sleep(0.1)
+async def _begins_to_leave(port: int) -> None:
+    """Wait until a service says that it does not serve, or does not answer."""
+    async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+
+        async def serves() -> bool:
+            try:
+                reply = await health.Check(health_pb2.HealthCheckRequest())
+            except grpc.RpcError:
+                return False
+            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+        await eventually(serves, False)
 
 
 async def _client_leaves(scene: Scene, turn: Turn | None) -> None:

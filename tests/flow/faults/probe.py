@@ -29,7 +29,7 @@ async def commits(sidecar_port: int, kvmeta_port: int) -> None:
         rpc.open_channel(f"127.0.0.1:{sidecar_port}") as sidecar,
         rpc.open_channel(f"127.0.0.1:{kvmeta_port}") as kvmeta,
     ):
-        while not await _commits(worker_pb2_grpc.WorkerServiceStub(sidecar), key):
+        while not await _commits(worker_pb2_grpc.WorkerServiceStub(sidecar), key):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         ledger = ledger_pb2_grpc.LedgerServiceStub(kvmeta)
         await ledger.ReleaseConversation(ledger_pb2.ReleaseConversationRequest(key=key))

@@ -254,8 +254,8 @@ def _router_settings(kvmeta: Link, setup: Setup) -> RouterSettings:
         listen="127.0.0.1:0",
         gateway_listen="",
         kvmeta=kvmeta.address,
-        ledger_timeout_seconds=1.0,
-        ledger_call_timeout_seconds=3.0,
+        ledger_timeout_seconds=2.0,
+        ledger_call_timeout_seconds=4.0,
         registry_retry_seconds=0.05,
         registry_retry_max_seconds=0.1,
         worker_cooldown_seconds=0.5 * _ROUTER_SLOWNESS,
@@ -263,5 +263,6 @@ def _router_settings(kvmeta: Link, setup: Setup) -> RouterSettings:
         prefill_timeout_seconds=setup.patience_seconds,
         first_chunk_timeout_seconds=setup.patience_seconds,
         next_chunk_timeout_seconds=setup.patience_seconds,
+        policy="least_loaded",
         shutdown_grace_seconds=10.0,
     )

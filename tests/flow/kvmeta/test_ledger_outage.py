@@ -18,6 +18,7 @@ OUTAGE_SECONDS = 20
 # sidecar for 2 s with the end of the answer. The rest is for a busy machine.
 LONGEST_TTFT_SECONDS = 3
 LONGEST_TURN_SECONDS = 6
+_PAUSE_SECONDS = 1
 
 Act = Callable[[PostgresServer], None]
 
@@ -58,10 +59,15 @@ async def test_turns_recompute_while_postgresql_is_away_and_then_reuse_goes_on(
 
 
 async def _talk_for(talk: Talk, seconds: float) -> list[Turn]:
-    """Turn after turn for that long."""
+    """Turn after turn for that long, at a person's pace.
+
+    Each leaves a commit to repeat and its blocks pinned. Hundreds of them would use up
+    the budget for retained KV, at the cost of those who are silent.
+    """
     clock = asyncio.get_running_loop().time
     end = clock() + seconds
     turns = []
     while clock() < end:
         turns.append(await talk.say())
+        await asyncio.sleep(_PAUSE_SECONDS)
     return turns

@@ -197,14 +197,19 @@ async def test_a_senseless_standing_fault_is_refused(decode: EngineClient) -> No
 
 async def test_a_refusing_engine_takes_no_connections_and_then_does() -> None:
     clock = JumpClock()
-    async with engine(clock=clock) as client:
+    async with engine(clock=clock) as client, asyncio.TaskGroup() as tasks:
+        slow = {"X-Sim-Fault": "hang;seconds=60"}
+        under_way = tasks.create_task(client.post(COMPLETIONS, _BODY, slow))
+        await client.until(lambda state: "hang" in state["faults_applied"])
         await client.post("/sim/engine", {"action": "refuse", "seconds": 60})
         async with aiohttp.ClientSession() as fresh:
             with pytest.raises(aiohttp.ClientConnectorError):
                 await fresh.get(client.url + "/health")
-        # The connection that is open goes on.
-        assert (await client.post(COMPLETIONS, _BODY)).status == 200
+        # Nor does a connection that was idle take another request.
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await client.state()
         await clock.advance(60)
+        assert (await under_way).status == 200
         await client.host.reached(HostState.UP)
         async with aiohttp.ClientSession() as fresh, fresh.get(client.url + "/health") as reply:
             assert reply.status == 200

@@ -31,7 +31,8 @@ def test_the_same_seed_gives_the_same_conversations() -> None:
 
 
 def test_retained_kv_is_pulled_once_and_then_cached() -> None:
-    timeline, done = Timeline(), []
+    timeline = Timeline()
+    done: list[Prefilled] = []
     engine, holder, talk = prefill(timeline), decode(timeline), Conversation(1, tokens=8000)
     holder.retain(talk)
     assert (talk.held, talk.expires) == (8000, TTL_SECONDS)
@@ -63,7 +64,9 @@ def test_prompts_are_computed_one_after_the_other() -> None:
 
 def test_decode_makes_turns_wait_for_a_slot() -> None:
     timeline = Timeline()
-    engine, firsts, ends = decode(timeline, slots=1), [], []
+    engine = decode(timeline, slots=1)
+    firsts: list[float] = []
+    ends: list[float] = []
     for _ in range(2):
         engine.run(
             100,

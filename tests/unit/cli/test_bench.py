@@ -20,7 +20,8 @@ SMALL = ("--context", "30", "--answer", "4", "--message", "5", "--turns", "2", "
 
 @pytest.fixture
 def serving(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> FakeRouter:
-    """A router that serves one model and pulls in second turns with reuse."""
+    """A router that serves one model and pulls in second turns with reuse; no kvmeta."""
+    monkeypatch.setenv("KVLOOP_KVMETA", "127.0.0.1:9")
     router.models = [router_pb2.Model(name="tiny", prefill_workers=1, decode_workers=1)]
 
     answer = router._turn

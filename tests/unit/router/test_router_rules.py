@@ -106,6 +106,7 @@ class TestLength:
         (PreconditionError("", reason="WRONG_ROLE"), True, True, True),
         (InvalidFieldError("", reason="ENGINE_REJECTED"), True, False, False),
         (UnavailableError("", reason="WORKER_LOST"), False, True, True),
+        (UnavailableError("", reason="WORKER_SILENT"), False, True, True),
         # One broken connection to an engine says nothing of the others.
         (UnavailableError("", reason="ENGINE_LOST"), False, True, False),
         (UnavailableError(""), False, False, False),
