@@ -43,6 +43,14 @@ OPTIONS: list[tuple[str, int | str]] = [
 """Channel options. Retries are off: whether a call may be repeated is decided
 where the meaning of the call is known."""
 
+_ANSWER_WINDOW: list[tuple[str, int | str]] = [
+    # gRPC would let a window grow to megabytes; a client of many streams whose own
+    # readers are slow would hold that much for each of them.
+    ("grpc.http2.lookahead_bytes", 256 * 1024),
+    ("grpc.http2.bdp_probe", 0),
+]
+"""Further options of clients: how much of an answer may arrive before it is read."""
+
 _REPLICATED: list[tuple[str, int | str]] = [
     (
         "grpc.service_config",
@@ -71,12 +79,13 @@ def make_channel(target: str, tls: TlsSource | None = None) -> grpc.Channel:
         InvalidFieldError: the target is a URL.
     """
     _check_target(target)
+    options = [*OPTIONS, *_ANSWER_WINDOW]
     if tls is None:
-        return grpc.insecure_channel(target, options=OPTIONS)
+        return grpc.insecure_channel(target, options=options)
     return RotatingChannel(
         tls,
         lambda now: grpc.secure_channel(
-            target, now.credentials(), options=[*OPTIONS, *now.options()]
+            target, now.credentials(), options=[*options, *now.options()]
         ),
     )
 
@@ -86,7 +95,7 @@ def make_aio_channel(
 ) -> grpc.aio.Channel:
     """A channel of `grpc.aio`; arguments as for `open_channel`."""
     _check_target(target)
-    options = [*OPTIONS, *_REPLICATED] if replicated else OPTIONS
+    options = [*OPTIONS, *_ANSWER_WINDOW, *(_REPLICATED if replicated else ())]
     if tls is None:
         return grpc.aio.insecure_channel(target, options=options)
     return RotatingAioChannel(

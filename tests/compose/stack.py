@@ -84,7 +84,7 @@ class Stack:
         Images of one kind have stages in common, which the standard builder finds
         built only if it comes to them one after the other.
         """
-        _log.info("building images, about two minutes the first time (cpu: ten)")
+        _log.info("building images, about two minutes the first time (cpu: four)")
         packaged = [each for each in services if each in _FROM_PACKAGES]
         own = [each for each in services if each not in _FROM_PACKAGES]
         with ThreadPoolExecutor() as pool:
