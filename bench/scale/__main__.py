@@ -59,6 +59,7 @@ def policies(
     ] = [60, 100],  # noqa: B006
     seconds: Annotated[float, typer.Option(min=1, help="Conversations begin during this.")] = 300,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="Of the first run; others follow.")] = 1,
     routers: Annotated[int, typer.Option(min=1, help="Each sees its own turns only.")] = 4,
     uneven: Annotated[
         bool, typer.Option(help="Also with slow prefill and stalled decode engines.")
@@ -81,7 +82,7 @@ def policies(
                 workload = Workload(seconds=seconds, turns_per_second=load)
                 runs = [
                     asyncio.run(run_world(policy, fleet, workload, seed))
-                    for seed in range(1, seeds + 1)
+                    for seed in range(first_seed, first_seed + seeds)
                 ]
                 table.add_row(policy.value, *_outcome(runs))
             _console.print(table)

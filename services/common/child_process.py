@@ -2,22 +2,28 @@
 
 A child is a fresh interpreter, since neither gRPC nor threads survive a fork. A pipe
 joins it to its parent: the child says on it that it serves, and leaves when the
-parent has ended in whatever way, as nobody would end it any more.
+parent has ended in whatever way, as nobody would end it any more. The kernel signals
+that end too, for a child that is not yet listening.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from threading import Event, Thread
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 _SPAWN = multiprocessing.get_context("spawn")
+_PR_SET_PDEATHSIG = 1
 
 
 class ParentLink:
@@ -31,14 +37,31 @@ class ParentLink:
         self._pipe.send_bytes(b"serving")
 
     @contextmanager
-    def stop_when_alone(self, stop: asyncio.Event) -> Iterator[None]:
-        """Set `stop` if the parent ends while the block runs."""
+    def stop_when_alone(self, stop: asyncio.Event, patience_seconds: float) -> Iterator[None]:
+        """Set `stop` if the parent ends while the block runs.
+
+        A thread sees to it, which a loop that hangs does not stop.
+
+        Args:
+            stop: ends the block.
+            patience_seconds: how long the block may take to end then, before this
+                process is killed.
+        """
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._pipe.fileno(), stop.set)  # nothing is sent: it is the end
+        over = Event()
+
+        def watch() -> None:
+            self._pipe.poll(None)  # nothing is ever sent, so it is the parent's end
+            with suppress(RuntimeError):  # the loop may be closed by now
+                loop.call_soon_threadsafe(stop.set)
+            if not over.wait(patience_seconds):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Thread(target=watch, name="watch parent", daemon=True).start()
         try:
             yield
         finally:
-            loop.remove_reader(self._pipe.fileno())
+            over.set()
 
 
 class SpawnedChild(Generic[T]):
@@ -48,6 +71,9 @@ class SpawnedChild(Generic[T]):
         main: a function of a module; gets the child's end of the pipe.
         work: its other argument; it is pickled.
         number: of the process, for its name.
+
+    Raises:
+        OSError: it cannot be started.
     """
 
     def __init__(self, main: Callable[[ParentLink, T], Any], work: T, number: int) -> None:
@@ -55,8 +81,12 @@ class SpawnedChild(Generic[T]):
         self._process = _SPAWN.Process(
             target=_run, args=(main, theirs, work), name=f"process {number}"
         )
-        self._process.start()
-        theirs.close()
+        with theirs:
+            try:
+                self._process.start()
+            except OSError:
+                self._pipe.close()
+                raise
 
     @property
     def pid(self) -> int:
@@ -87,7 +117,19 @@ class SpawnedChild(Generic[T]):
 
 
 def _run(main: Callable[[ParentLink, T], Any], pipe: Connection, work: T) -> None:
+    _terminate_with_parent()
     main(ParentLink(pipe), work)
+
+
+def _terminate_with_parent() -> None:
+    """Let the kernel send SIGTERM when the parent's thread that started us ends.
+
+    `kvloop.stack.tether` asks for the same, but belongs to the client's side.
+    """
+    parent = multiprocessing.parent_process()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if parent is None or os.getppid() != parent.pid:
+        sys.exit(1)  # it had ended before the kernel was asked
 
 
 async def _readable(descriptor: int) -> None:

@@ -44,14 +44,16 @@ class BreakerLimits:
 class Breaker:
     """One worker's breaker. Each event gives a new value; time is handed in.
 
-    Who starts a turn keeps `openings` of that moment and passes it on with the
+    Who starts a turn keeps `generation` of that moment and passes it on with the
     turn's end: a turn that began before the breaker opened says nothing of now.
     """
 
     failures: int = 0
     """Failures in a row."""
     openings: int = 0
-    """Times it opened since it was last closed."""
+    """Times it opened since a turn last ended well."""
+    generation: int = 0
+    """Times it opened at all."""
     open_until: float | None = None
     """When a probe may go; None while closed."""
     probing: bool = False
@@ -79,23 +81,37 @@ class Breaker:
         """The probe ended without a verdict, as when its caller hangs up."""
         return replace(self, probing=False)
 
-    def succeeded(self, openings: int) -> Breaker:
-        """A turn went well that began after so many openings."""
-        return Breaker() if openings == self.openings else self
+    def answered(self, generation: int) -> Breaker:
+        """A turn of that generation goes well so far: it closes, and forgets nothing.
 
-    def failed(self, now: float, openings: int, limits: BreakerLimits, *, certain: bool) -> Breaker:
-        """A turn failed that began after so many openings.
+        A worker may fail each turn in mid-answer.
+        """
+        if generation != self.generation or self.open_until is None:
+            return self
+        return replace(self, open_until=None, probing=False)
+
+    def succeeded(self, generation: int) -> Breaker:
+        """A turn of that generation ended well."""
+        return Breaker(generation=generation) if generation == self.generation else self
+
+    def failed(
+        self, now: float, generation: int, limits: BreakerLimits, *, certain: bool
+    ) -> Breaker:
+        """A turn of that generation failed.
+
+        No effect while the breaker is open: turns that had no choice find out what
+        is known, and must not prolong it.
 
         Args:
             now: the time.
-            openings: see `succeeded`.
+            generation: when the turn began.
             limits: when to open.
             certain: whether one failure is enough: the worker could not be reached.
         """
-        if openings != self.openings:
+        if generation != self.generation or self.state(now) is BreakerState.OPEN:
             return self
         failures = self.failures + 1
         if not (certain or self.open_until is not None or failures >= limits.failures):
             return replace(self, failures=failures)
         openings = self.openings + 1
-        return Breaker(failures, openings, now + limits.cooldown(openings))
+        return Breaker(failures, openings, generation + 1, now + limits.cooldown(openings))

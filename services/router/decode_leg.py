@@ -18,7 +18,7 @@ from services.router.metrics import Fallback, RouterMetrics
 from services.router.patience import Patience, SilenceGuard
 from services.router.routing import Routes
 from services.router.turn_state import Turn
-from services.router.worker_client import prompt_span
+from services.router.worker_client import connect_in_time, prompt_span
 from services.router.workers import WorkerPool
 
 _log = structlog.get_logger(__name__)
@@ -59,6 +59,7 @@ class DecodeLeg:
         Raises:
             KvloopError: the leg failed, twice or after its first chunk.
         """
+        worker = self._look_again(turn, worker)
         with child_span("decode_leg"):
             try:
                 async with aclosing(self._attempt(turn, worker)) as chunks:
@@ -88,10 +89,11 @@ class DecodeLeg:
             accept_batches=True,
             prompt=prompt_span(turn.request),
         )
-        with self._pool.use(worker.worker_id, turn.facts) as client:
-            await client.connect(
-                timeout_seconds=turn.deadline.hop_timeout(self._connect_timeout_seconds)
-            )
+        # What comes first of an answer in one piece is the end of it, which tells
+        # nothing of waiting and of reading the hand-over.
+        facts = None if turn.request.whole else turn.facts
+        with self._pool.use(worker.worker_id, facts) as client:
+            await connect_in_time(client, turn.deadline, self._connect_timeout_seconds)
             answer = client.decode(request, timeout_seconds=turn.deadline.hop_timeout())
             async with self._guard(turn, worker) as guard, aclosing(answer) as events:
                 async for event in events:
@@ -102,19 +104,20 @@ class DecodeLeg:
                         continue
                     if turn.first_chunk_at is None:
                         turn.first_chunk_at = clock()
-                        self._pool.first_chunk(worker.worker_id, turn.facts)
+                        if facts is not None:
+                            self._pool.first_chunk(worker.worker_id, facts)
                         current().event("first_chunk")
                     if event.HasField("batch"):
                         yield event.batch.chunks_json
                     else:
                         yield (event.chunk_json,)
                     guard.listens()
-        if turn.summary is None:
-            raise InternalError(
-                f"decode worker {worker.worker_id} ended its answer without a summary",
-                reason="ANSWER_INCOMPLETE",
-                worker_id=worker.worker_id,
-            )
+            if turn.summary is None:
+                raise InternalError(
+                    f"decode worker {worker.worker_id} ended its answer without a summary",
+                    reason="ANSWER_INCOMPLETE",
+                    worker_id=worker.worker_id,
+                )
 
     def _guard(self, turn: Turn, worker: registry_pb2.Worker) -> SilenceGuard:
         first = self._patience.with_first_chunk(len(turn.request.body_json))
@@ -123,6 +126,30 @@ class DecodeLeg:
             first_seconds=None if turn.request.whole else first,
             next_seconds=self._patience.next_chunk_seconds,
         )
+
+    def _look_again(self, turn: Turn, worker: registry_pb2.Worker) -> registry_pb2.Worker:
+        """The worker for the first attempt: the one chosen, if it is still well.
+
+        It was chosen before prefill. Since then it may have failed others, or one of
+        the turns that had chosen it may be trying it out.
+        """
+        if self._is_well(worker):
+            return worker
+        other = self._another(turn, worker)
+        if other is None or not self._is_well(other):
+            return worker
+        _log.info(
+            "decode_moved",
+            turn_id=turn.turn_id,
+            worker_id=other.worker_id,
+            instead_of=worker.worker_id,
+        )
+        self._keep_params_if(turn, self._can_read(turn, other))
+        return other
+
+    def _is_well(self, worker: registry_pb2.Worker) -> bool:
+        found = self._pool.find(worker.worker_id)
+        return found is not None and found.takes_turns and found.reachable
 
     def _after_failure(
         self, turn: Turn, worker: registry_pb2.Worker, error: KvloopError
@@ -140,12 +167,14 @@ class DecodeLeg:
             raise error
         turn.deadline.check()
         other = self._another(turn, worker)
-        if other is None:
-            # Its engine may have failed at the transfer, which is left out now.
-            if worker_is_down(error) or not turn.transfer_params:
+        if other is None or not self._is_well(other):
+            # This one's engine may have failed at the transfer, which is left out now.
+            if turn.transfer_params and not worker_is_down(error):
+                other = worker
+            elif other is None:
                 raise error
-            other = worker
-        self._drop_used_params(turn, other, error)
+        # Only if nobody can have read it.
+        self._keep_params_if(turn, params_unused(error) and self._can_read(turn, other))
         return other
 
     def _another(self, turn: Turn, failed: registry_pb2.Worker) -> registry_pb2.Worker | None:
@@ -154,12 +183,11 @@ class DecodeLeg:
         except UnavailableError:
             return None
 
-    def _drop_used_params(self, turn: Turn, other: registry_pb2.Worker, error: KvloopError) -> None:
-        """Keep the hand-over only if nobody can have read it and the other can."""
-        if not turn.transfer_params:
-            return
+    def _can_read(self, turn: Turn, other: registry_pb2.Worker) -> bool:
         source = turn.prefill_worker
-        readable = source is not None and hand_over_obstacle(source, other) is None
-        if not (params_unused(error) and readable):
+        return source is not None and hand_over_obstacle(source, other) is None
+
+    def _keep_params_if(self, turn: Turn, usable: bool) -> None:
+        if turn.transfer_params and not usable:
             turn.transfer_params = b""
             self._metrics.fell_back(Fallback.HANDOVER_DROPPED)

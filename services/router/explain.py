@@ -83,23 +83,20 @@ class Explainer:
         """
         admit(model, self._pool.models())
         retained = await self._retained(tenant, model, conversation_id)
-        holder = self._pool.find(retained.worker_id) if retained.available else None
+        source = self._source(retained)
         # Nothing is known of the prompt yet, but that it extends what is retained.
         known = Conversation(
-            holder_id=retained.worker_id if retained.available else "",
-            held_tokens=retained.num_tokens if retained.available else 0,
+            holder_id=source.worker_id if source is not None else "",
+            held_tokens=retained.num_tokens if source is not None else 0,
             last_id=retained.worker_id,
             affinity=affinity_of(tenant, conversation_id),
         )
         facts = self._routes.facts_of(model, retained.num_tokens, known)
-        prefill, decode = self._routes.rank(
-            model, facts, holder=holder.worker if holder is not None else None
-        )
+        prefill, decode = self._routes.rank(model, facts, holder=source)
         miss_reason = retained.miss_reason
         estimate = worker_pb2.EstimatePullResponse()
         if retained.available:
             puller = first_usable(prefill)
-            source = holder.worker if holder and holder.reachable else None
             if puller is None or source is None or pull_obstacle(puller, source) is not None:
                 miss_reason = common_pb2.MISS_REASON_INCOMPATIBLE
             else:
@@ -116,6 +113,11 @@ class Explainer:
             pull_reason=estimate.reason,
         )
 
+    def _source(self, retained: _Retained) -> registry_pb2.Worker | None:
+        """The worker that a turn could pull from: one that can be reached."""
+        holder = self._pool.find(retained.worker_id) if retained.available else None
+        return holder.worker if holder is not None and holder.reachable else None
+
     async def _estimate(
         self, puller: registry_pb2.Worker, source: registry_pb2.Worker, num_tokens: int
     ) -> worker_pb2.EstimatePullResponse:
@@ -124,7 +126,7 @@ class Explainer:
             engine=source.engine, num_tokens=max(num_tokens, 1)
         )
         try:
-            with self._pool.use(puller.worker_id) as client:
+            with self._pool.use(puller.worker_id, is_leg=False) as client:
                 return await client.estimate_pull(
                     request, timeout_seconds=self._estimate_timeout_seconds
                 )

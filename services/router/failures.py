@@ -11,7 +11,8 @@ WORKER_LOST = "WORKER_LOST"
 WORKER_SILENT = "WORKER_SILENT"
 """The worker said nothing for so long that its leg was given up."""
 
-_NOT_REACHED = frozenset({WORKER_UNREACHABLE, "ENGINE_UNREACHABLE", "DRAINING", "WRONG_ROLE"})
+_DRAINING = "DRAINING"
+_NOT_REACHED = frozenset({WORKER_UNREACHABLE, "ENGINE_UNREACHABLE", _DRAINING, "WRONG_ROLE"})
 """The worker says, or it is certain, that its engine never saw the request."""
 _NO_ENDPOINT = "ENDPOINT_UNSUPPORTED"
 _ENGINE_LOST = "ENGINE_LOST"
@@ -53,6 +54,14 @@ def name_prompt(error: KvloopError, prompt_path: str) -> None:
 def worker_is_down(error: KvloopError) -> bool:
     """True if the turn had better go elsewhere: worker or engine are away, or hang."""
     return engine_not_reached(error) or error.reason in _LOST
+
+
+def is_leaving(error: KvloopError) -> bool:
+    """True if the worker only finishes what it has, and is well.
+
+    The turn goes elsewhere, as will all others.
+    """
+    return error.reason == _DRAINING
 
 
 def is_down_for_all(error: KvloopError) -> bool:

@@ -19,6 +19,7 @@ from services.router.failures import is_rejection
 from services.router.metrics import Fallback, RouterMetrics
 from services.router.request import TurnRequest
 from services.router.routing import Routes
+from services.router.worker_client import connect_in_time
 from services.router.workers import WorkerPool
 
 _log = structlog.get_logger(__name__)
@@ -96,8 +97,8 @@ class LengthCheck:
         decode_worker_id = self._routes.decode(request.model).worker_id
         asked = worker_pb2.CountTokensRequest(api=request.api, body_json=request.body_json)
         try:
-            with self._workers.use(decode_worker_id) as client:
-                await client.connect(timeout_seconds=deadline.hop_timeout(self._timeout_seconds))
+            with self._workers.use(decode_worker_id, is_leg=False) as client:
+                await connect_in_time(client, deadline, self._timeout_seconds)
                 timeout = deadline.hop_timeout(self._timeout_seconds)
                 counted = await client.count_tokens(asked, timeout_seconds=timeout)
         except KvloopError as error:

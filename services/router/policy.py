@@ -103,6 +103,13 @@ class TurnFacts:
             return self.pullable
         return int(self.prompt_tokens * LAST_SHARE)
 
+    def without_handle(self) -> TurnFacts:
+        """The same turn for a prefill worker that cannot pull what the holder retains, or
+        once nobody can. The holder has still served the conversation last."""
+        if not self.holder_id:
+            return self
+        return replace(self, held_tokens=0, holder_id="", last_id=self.last_id or self.holder_id)
+
     def cached_at(self, prefill_worker_id: str) -> int:
         """Tokens of the prompt that a prefill worker is likely to have cached."""
         if prefill_worker_id not in self.favourites:
@@ -178,6 +185,7 @@ class PrefillChoice:
     holder: registry_pb2.Worker | None
     """Worker that holds the KV to pull, or None without a handle."""
     facts: TurnFacts
+    """Of the turn. What they say of a handle counts for workers that can pull with it."""
     now: float
     rng: Rng
 
@@ -222,11 +230,11 @@ class PrefillChoice:
         return hands_over, holder is None or pull_obstacle(worker, holder) is None
 
     def _scores(self, pulling: Sequence[Candidate], others: Sequence[Candidate]) -> Scores:
-        scores = self.policy.prefill(pulling, self.facts, self.now, self.rng) if pulling else ()
+        facts = self._facts(pulls=self.holder is not None)
+        scores = self.policy.prefill(pulling, facts, self.now, self.rng) if pulling else ()
         if not others:
             return scores
-        without = replace(self.facts, held_tokens=0)
-        more = self.policy.prefill(others, without, self.now, self.rng)
+        more = self.policy.prefill(others, self._facts(pulls=False), self.now, self.rng)
         penalty = 0.0 if self.policy.weighs_pulls else LAST_RESORT
         return [*scores, *(score + penalty for score in more)]
 
@@ -242,13 +250,17 @@ class PrefillChoice:
         return None
 
     def _reason(self, candidate: Candidate) -> str:
-        words, facts = "", self.facts
+        words, pulls = "", self.holder is not None
         if self.holder is not None:
             obstacle = pull_obstacle(candidate.worker, self.holder)
             if obstacle is not None:
                 words = f"cannot pull from {self.holder.worker_id}: {obstacle.value}; "
-                facts = replace(facts, held_tokens=0)
+                pulls = False
+        facts = self._facts(pulls=pulls)
         return words + self.policy.prefill_reason(candidate, facts, self.now) + _trial(candidate)
+
+    def _facts(self, *, pulls: bool) -> TurnFacts:
+        return self.facts if pulls else self.facts.without_handle()
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from services.router.receipt import miss_reason
 from services.router.routing import Routes
 from services.router.token_handover import takes_token_ids
 from services.router.turn_state import Turn
-from services.router.worker_client import prompt_span
+from services.router.worker_client import connect_in_time, prompt_span
 from services.router.workers import WorkerPool
 
 _log = structlog.get_logger(__name__)
@@ -175,10 +175,9 @@ class PrefillLeg:
             prompt=prompt_span(turn.request),
             hand_token_ids_over=takes_token_ids(turn.request, turn.decode_worker),
         )
-        with self._pool.use(worker.worker_id, turn.facts) as client:
-            await client.connect(
-                timeout_seconds=turn.deadline.hop_timeout(self._connect_timeout_seconds)
-            )
+        facts = turn.facts if held is not None else turn.facts.without_handle()
+        with self._pool.use(worker.worker_id, facts) as client:
+            await connect_in_time(client, turn.deadline, self._connect_timeout_seconds)
             patience = self._patience.with_prefill(len(turn.request.body_json))
             timeout = turn.deadline.hop_timeout(patience)
             if held is not None:
@@ -196,7 +195,7 @@ class PrefillLeg:
                 if isinstance(error, DeadlineError) and not turn.deadline.passed:
                     raise silent(worker.worker_id, timeout) from error
                 raise
-            self._routes.prefilled(turn.request, worker.worker_id, turn.facts, response.report)
+            self._routes.prefilled(turn.request, worker.worker_id, facts, response.report)
         turn.prefill_worker = worker
         turn.transfer_params = response.transfer_params_json
         turn.report = response.report

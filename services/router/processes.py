@@ -29,6 +29,8 @@ from services.router.settings import RouterSettings
 
 _log = structlog.get_logger(__name__)
 
+_MARGIN_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class Work:
@@ -44,22 +46,28 @@ async def serve_all(settings: RouterSettings, stop: asyncio.Event) -> None:
     """Keep `settings.processes` routers running until `stop` is set.
 
     Raises:
-        OSError: an address cannot be bound, or a process could not start.
+        OSError: an address cannot be bound, a process could not start, or the
+            temporary folder's path is too long for sockets.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="kvloop-router-") as folder,
+        _metrics_folder(settings.processes) as folder,
         reserve(settings.listen) as listen,
         _gateway_port(settings) as gateway_listen,
-        _metrics_port(settings, Path(folder)) as metrics_port,
+        _metrics_port(settings, folder) as metrics_port,
     ):
         own = settings.model_copy(
             update={"listen": listen, "gateway_listen": gateway_listen, "metrics_listen": None}
         )
 
         def start(number: int) -> SpawnedChild[Work]:
-            return SpawnedChild(_serve_child, Work(own, Place(number, Path(folder))), number)
+            return SpawnedChild(_serve_child, Work(own, Place(number, folder)), number)
 
-        supervisor = Supervisor(settings.processes, start, clock=time.monotonic)
+        supervisor = Supervisor(
+            settings.processes,
+            start,
+            patience_seconds=_patience_seconds(settings),
+            clock=time.monotonic,
+        )
         async with asyncio.TaskGroup() as tasks:
             telling = tasks.create_task(_tell(supervisor, own, metrics_port), name="tell")
             with reload_on_hangup(supervisor.hang_up):
@@ -73,7 +81,7 @@ def _serve_child(link: ParentLink, work: Work) -> None:
     """The main function of each process."""
 
     async def serving(stop: asyncio.Event) -> None:
-        with link.stop_when_alone(stop):
+        with link.stop_when_alone(stop, _patience_seconds(work.settings)):
             ready: Ready = lambda _: link.serving()  # noqa: E731
             await serve(work.settings, stop, ready, work.place)
 
@@ -94,6 +102,22 @@ async def _tell(supervisor: Supervisor, settings: RouterSettings, metrics_port: 
         gateway_port=split_host_port(gateway)[1] if gateway else None,
         metrics_port=metrics_port,
     )
+
+
+def _patience_seconds(settings: RouterSettings) -> float:
+    """More than a process takes to leave that does as it should.
+
+    Its two servers give turns in flight their time one after the other.
+    """
+    return settings.drain_seconds + 2 * settings.shutdown_grace_seconds + _MARGIN_SECONDS
+
+
+@contextmanager
+def _metrics_folder(processes: int) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvloop-router-") as name:
+        folder = Path(name)
+        metrics_shares.check_folder(folder, processes)
+        yield folder
 
 
 @contextmanager

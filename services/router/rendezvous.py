@@ -30,7 +30,7 @@ def favourites(candidates: Iterable[Candidate], affinity: int) -> tuple[str, ...
     Only workers that can be used count. Fewer than two where there are no more.
     """
     usable = [each for each in candidates if each.takes_turns and each.reachable]
-    drawn = [hash((candidate.number ^ affinity, affinity)) for candidate in usable]
+    drawn = [draw(candidate, affinity) for candidate in usable]
     found = []
     for _ in range(min(FAVOURITES, len(usable))):
         place = drawn.index(max(drawn))

@@ -27,6 +27,7 @@ class ReuseWatch:
 
     def __init__(self) -> None:
         self._lost: deque[bool] = deque(maxlen=_WINDOW)
+        self._last_outcome = ""  # of a turn that left nothing behind
         self._degraded = False
 
     @property
@@ -42,6 +43,8 @@ class ReuseWatch:
             outcome: why not, for the log.
         """
         self._lost.append(not retained)
+        if not retained:
+            self._last_outcome = outcome
         if len(self._lost) < _LEAST:
             return
         share = sum(self._lost) / len(self._lost)
@@ -50,7 +53,7 @@ class ReuseWatch:
             _log.error(
                 "reuse_degraded",
                 lost=f"{share:.0%} of the last {len(self._lost)} turns",
-                last_outcome=outcome,
+                last_outcome=self._last_outcome,
                 hint="turns are routed by load alone, and prompts are computed in full; see "
                 "whether the engines run kvloop's connector, and whether kvmeta answers",
             )

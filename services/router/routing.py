@@ -55,11 +55,6 @@ class Routes:
         self._sizes = PromptSizes()
         self._cached_shares: dict[str, list[float]] = {}  # by model
 
-    @property
-    def policy(self) -> str:
-        """Name of the policy."""
-        return self._policy.name
-
     def facts(
         self, request: TurnRequest, *, holder_id: str = "", held_tokens: int = 0, last_id: str = ""
     ) -> TurnFacts:

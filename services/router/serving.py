@@ -43,7 +43,7 @@ async def serve(
         place: among the processes that share its ports; None: it is alone.
     """
     async with app.build(settings, place=place) as router:
-        ready(router)
         with reload_on_hangup(router.reload):
+            ready(router)
             await stop.wait()
         _log.info("router_stopping", grace_seconds=settings.shutdown_grace_seconds)

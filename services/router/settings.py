@@ -115,7 +115,8 @@ class RouterSettings(ServerTlsSettings, PeerTlsSettings, TracingSettings):
     """How long each further chunk may take; then the answer ends with an error."""
     prompt_bytes_per_second: float = Field(default=4000.0, gt=0)
     """The slowest pace at which engines compute prompts, in bytes of the request's
-    body: both legs may take so much longer. 4000 are about 1000 tokens of text."""
+    body: both legs may take so much longer. 4000 are about 1000 tokens of text; with
+    them a body of 4 MB, pictures included, has about 1,000 s more."""
     max_turn_seconds: float = Field(default=3600.0, gt=0)
     """How long a turn may take whose caller sets no deadline or a later one."""
     deadline_margin_seconds: float = Field(default=0.02, ge=0)

@@ -17,6 +17,9 @@ _LEAST_SAMPLES = 3
 """Legs before their figures count."""
 _LEAST_TOKENS = 256
 """Fewer computed tokens are mostly overhead."""
+_FORGET_TOLD = 200
+"""After so many legs in a row that were timed and said nothing, whoever said something
+is taken to have left."""
 _FAILED_PULLS = frozenset(
     {common_pb2.MISS_REASON_PULL_FAILED, common_pb2.MISS_REASON_ENGINE_EXPIRED}
 )
@@ -66,16 +69,17 @@ class SpeedLines:
 
     A prefill worker that knows its engine's speed and its links says with each handle
     what it expected. It sees all legs, of all routers, so what it says counts and
-    what this router timed from outside does not any more.
+    what this router timed from outside does not, until such workers have left.
     """
 
-    __slots__ = ("_compute", "_hand_over", "_pull", "_told", "speeds")
+    __slots__ = ("_compute", "_hand_over", "_pull", "_told", "_untold", "speeds")
 
     def __init__(self) -> None:
         self._compute = CostLine(proportional=False)
         self._pull = CostLine(proportional=True)
         self._hand_over = CostLine(proportional=True)
         self._told = False
+        self._untold = 0  # legs in a row that could only be timed
         self.speeds = ASSUMED
 
     @property
@@ -97,16 +101,19 @@ class SpeedLines:
         """
         wanted = report.proven_tokens - report.cached_tokens
         if wanted > 0 and report.HasField("expected_recompute"):
-            if not self._told:
-                self._told, self._compute = True, CostLine(proportional=False)
+            self._untold = 0
+            self._rely_on(told=True)
             self._computed(report.cached_tokens, wanted, _seconds(report.expected_recompute))
         elif (
-            not self._told
-            and not report.pulled_tokens
+            not report.pulled_tokens
             and report.miss_reason not in _FAILED_PULLS
             and report.recomputed_tokens >= _LEAST_TOKENS
         ):
-            self._computed(report.cached_tokens, report.recomputed_tokens, service_seconds)
+            self._untold += 1
+            if self._untold >= _FORGET_TOLD:
+                self._rely_on(told=False)
+            if not self._told:
+                self._computed(report.cached_tokens, report.recomputed_tokens, service_seconds)
         if wanted > 0 and report.HasField("expected_pull"):
             self._pull.add(wanted, _seconds(report.expected_pull))
         elif report.pulled_tokens:
@@ -130,6 +137,11 @@ class SpeedLines:
             hand_over_base=hand_over.base if hands else otherwise.hand_over_base,
             hand_over_token=hand_over.slope if hands else otherwise.hand_over_token,
         )
+
+    def _rely_on(self, *, told: bool) -> None:
+        """Start afresh if what counts is no longer the same."""
+        if told != self._told:
+            self._told, self._compute = told, CostLine(proportional=False)
 
     def _computed(self, before: int, tokens: int, seconds: float) -> None:
         # Attention is a matter of seconds per token, which grow with the context.

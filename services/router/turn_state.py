@@ -41,7 +41,8 @@ class Turn:
     """Whether a handle went to a prefill worker."""
 
     facts: TurnFacts = field(default_factory=TurnFacts)
-    """What was known when its workers were chosen."""
+    """What was known when its workers were chosen. They go on to name a handle that the
+    turn has parted with; see `TurnFacts.without_handle`."""
     decode_worker: registry_pb2.Worker | None = None
     """Worker chosen for the decode leg."""
     prefill_worker: registry_pb2.Worker | None = None

@@ -13,6 +13,7 @@ from kvloop.errors import KvloopError, TlsError, UnavailableError
 from kvloop.rpc import connected, typed_errors, why_not_connected
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common import tracing
+from services.router.deadline import Deadline
 from services.router.failures import WORKER_LOST, WORKER_UNREACHABLE
 from services.router.request import TurnRequest
 
@@ -63,6 +64,20 @@ class WorkerClient(Protocol):
     ) -> worker_pb2.EstimatePullResponse:
         """Ask a prefill worker what a pull would take."""
         ...
+
+
+async def connect_in_time(client: WorkerClient, deadline: Deadline, limit_seconds: float) -> None:
+    """Connect, in the time that the turn has left and at most the limit.
+
+    Raises:
+        DeadlineError: the turn's time was up first, which says nothing of the worker.
+        UnavailableError: see `WorkerClient.connect`.
+    """
+    try:
+        await client.connect(timeout_seconds=deadline.hop_timeout(limit_seconds))
+    except UnavailableError:
+        deadline.check()
+        raise
 
 
 def prompt_span(request: TurnRequest) -> worker_pb2.Span | None:

@@ -12,9 +12,14 @@ import structlog
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import KvloopError
 from kvloop.kvmeta.v1 import registry_pb2
-from services.router.breaker import Breaker, BreakerLimits, BreakerState
+from services.router.breaker import Breaker, BreakerLimits
 from services.router.deadline import Clock
-from services.router.failures import is_down_for_all, is_the_workers_fault, worker_is_down
+from services.router.failures import (
+    is_down_for_all,
+    is_leaving,
+    is_the_workers_fault,
+    worker_is_down,
+)
 from services.router.policy import Candidate, TurnFacts
 from services.router.worker_client import WorkerClient
 from services.router.worker_load import DecodeLoad, Leg, PrefillLoad
@@ -24,10 +29,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A leg in flight, and how often the breaker had opened when it began."""
+    """A leg in flight, and the breaker's generation when it began."""
 
     leg: Leg
-    openings: int
+    generation: int
 
 
 @dataclass(eq=False)
@@ -44,6 +49,8 @@ class WorkerLife:
     """Told after each change of the breaker."""
     breaker_opened: Callable[[], None]
     """Told when it opens."""
+    leaves: Callable[[], None]
+    """Told when it has said that it takes no more turns."""
     breaker: Breaker = field(default_factory=Breaker)
     unconfirmed_until: float | None = None
     """When it is forgotten unless the registry lists it again."""
@@ -70,22 +77,24 @@ class WorkerLife:
         self.candidate.reachable = self.breaker.admits(now)
 
     @contextmanager
-    def use(self, facts: TurnFacts | None) -> Iterator[WorkerClient]:
+    def use(self, facts: TurnFacts | None, *, is_leg: bool) -> Iterator[WorkerClient]:
         """See `WorkerPool.use`."""
-        openings, probe = self.breaker.openings, self.breaker.is_probe(self.clock())
+        generation = self.breaker.generation
+        probe = is_leg and self.breaker.is_probe(self.clock())
         if probe:
             self._set(self.breaker.probe_started())
-        self._enter(facts, openings)
+        self._enter(facts, generation)
         try:
             yield self.client
         except KvloopError as error:
-            self._judge(error, openings)
+            self._judge(error, generation, is_leg=is_leg)
             raise
         else:
-            self._succeeded(openings)
+            if is_leg:
+                self._went_well(self.breaker.succeeded(generation))
         finally:
             self._leave(facts)
-            if probe and self.breaker.openings == openings:  # without a verdict
+            if probe and self.breaker.generation == generation:  # without a verdict
                 self._set(self.breaker.probe_abandoned())
 
     def prefilled(self, facts: TurnFacts, report: common_pb2.PrefillReport) -> None:
@@ -100,9 +109,9 @@ class WorkerLife:
         if use is not None and isinstance(load, DecodeLoad):
             load.first_chunk(use.leg, self.clock())
             # The answer may last for minutes, and other turns need not wait for it.
-            self._succeeded(use.openings)
+            self._went_well(self.breaker.answered(use.generation))
 
-    def _enter(self, facts: TurnFacts | None, openings: int) -> None:
+    def _enter(self, facts: TurnFacts | None, generation: int) -> None:
         candidate = self.candidate
         if facts is not None:
             is_decode = isinstance(candidate.load, DecodeLoad)
@@ -113,7 +122,7 @@ class WorkerLife:
                 in_flight=candidate.in_flight,
                 cached=facts.cached_at(self.worker_id),
             )
-            self._legs[facts] = _Use(leg, openings)
+            self._legs[facts] = _Use(leg, generation)
         candidate.in_flight += 1
         self.idle.clear()
 
@@ -125,13 +134,19 @@ class WorkerLife:
         if self.candidate.in_flight == 0:
             self.idle.set()
 
-    def _judge(self, error: KvloopError, openings: int) -> None:
-        """What a failed leg says of the worker: often nothing."""
-        if not (worker_is_down(error) or is_the_workers_fault(error)):
+    def _judge(self, error: KvloopError, generation: int, *, is_leg: bool) -> None:
+        """What a failed call says of the worker: often nothing."""
+        if is_leaving(error):
+            # It is well, and what it holds can be pulled. The registry will say so too.
+            self.candidate.takes_turns = False
+            self.leaves()
+            return
+        certain = is_down_for_all(error)
+        if not (certain or (is_leg and (worker_is_down(error) or is_the_workers_fault(error)))):
             return
         before, now = self.breaker, self.clock()
-        self._set(before.failed(now, openings, self.limits, certain=is_down_for_all(error)))
-        if self.breaker.openings > before.openings:
+        self._set(before.failed(now, generation, self.limits, certain=certain))
+        if self.breaker.generation > before.generation:
             self.breaker_opened()
             _log.warning(
                 "breaker_opened",
@@ -141,12 +156,10 @@ class WorkerLife:
                 seconds=self.limits.cooldown(self.breaker.openings),
             )
 
-    def _succeeded(self, openings: int) -> None:
-        if self.breaker == Breaker():
-            return
-        was = self.breaker.state(self.clock())
-        self._set(self.breaker.succeeded(openings))
-        if was is not BreakerState.CLOSED and self.breaker.open_until is None:
+    def _went_well(self, breaker: Breaker) -> None:
+        was_closed = self.breaker.open_until is None
+        self._set(breaker)
+        if not was_closed and breaker.open_until is None:
             _log.info("breaker_closed", worker_id=self.worker_id)
 
     def _set(self, breaker: Breaker) -> None:

@@ -59,8 +59,9 @@ class WorkerLoad(ABC):
         self.busy = False
         """Whether legs are in flight that have not been answered."""
         self.due_at = math.inf
-        """Prefill workers: when the legs in flight should be over. Decode workers:
-        when the oldest that has not been answered should have been."""
+        """When the oldest of those should be over, or answered."""
+        self.behind = 0.0
+        """Prefill workers: what the legs behind it should take together."""
         self._unanswered: dict[Leg, None] = {}  # oldest first
 
     @property
@@ -116,11 +117,11 @@ class PrefillLoad(WorkerLoad):
     def __init__(self, fleet: SpeedLines | None = None) -> None:
         super().__init__(fleet)
         self._lines = SpeedLines()
-        self._since = 0.0  # when work on the first leg in flight began
+        self._since = 0.0  # when work on the oldest leg in flight began
 
     def wait(self, in_flight: int, now: float) -> float:
-        """See `WorkerLoad.wait`. If the legs in flight are overdue by some time, as much
-        again is expected."""
+        """See `WorkerLoad.wait`. If the oldest leg in flight is overdue by some time, it
+        is expected to take as much again. The legs behind it make that no better."""
         return self._queue(now) + self._remembered(now)
 
     def started(
@@ -129,10 +130,11 @@ class PrefillLoad(WorkerLoad):
         """See `WorkerLoad.started`."""
         work = self.speeds.prefill(prompt, held, cached)
         leg = Leg(now, work, self._queue(now), prompt, in_flight + 1)
-        if not self.busy:
-            self.busy, self._since, self.due_at = True, now, now
+        if self.busy:
+            self.behind += work
+        else:
+            self.busy, self._since, self.due_at, self.behind = True, now, now + work, 0.0
         self._unanswered[leg] = None
-        self.due_at += work
         return leg
 
     def ended(self, leg: Leg, now: float, report: common_pb2.PrefillReport) -> None:
@@ -152,12 +154,18 @@ class PrefillLoad(WorkerLoad):
             self.own = self._lines.speeds
 
     def _leave(self, leg: Leg, now: float) -> None:
+        was_oldest = leg is next(iter(self._unanswered))
         del self._unanswered[leg]
-        outstanding = sum(other.work_seconds for other in self._unanswered)
-        self.busy, self._since, self.due_at = bool(self._unanswered), now, now + outstanding
+        self.busy = bool(self._unanswered)
+        if not self.busy:
+            return
+        oldest, *behind = self._unanswered
+        if was_oldest:  # or else the engine goes on with what it has been at
+            self._since, self.due_at = now, now + oldest.work_seconds
+        self.behind = sum(other.work_seconds for other in behind)
 
     def _queue(self, now: float) -> float:
-        return abs(self.due_at - now) if self.busy else 0.0
+        return abs(self.due_at - now) + self.behind if self.busy else 0.0
 
 
 class DecodeLoad(WorkerLoad):

@@ -143,6 +143,7 @@ class WorkerPool:
             limits=self._breakers,
             breaker_changed=self._breaker_changed,
             breaker_opened=self._breaker_opened,
+            leaves=self._roster_changed,
         )
         self._roster_changed()
         if known is not None:
@@ -211,20 +212,24 @@ class WorkerPool:
         return self._models
 
     def breakers(self, state: BreakerState) -> int:
-        """Workers whose breaker is in that state now."""
-        self._catch_up()
-        return sum(life.candidate.breaker is state for life in self._lives.values())
+        """Workers whose breaker is in that state now. Changes nothing: any thread may ask."""
+        now = self._clock()
+        return sum(life.breaker.state(now) is state for life in list(self._lives.values()))
 
     @contextmanager
-    def use(self, worker_id: str, facts: TurnFacts | None = None) -> Iterator[WorkerClient]:
+    def use(
+        self, worker_id: str, facts: TurnFacts | None = None, *, is_leg: bool = True
+    ) -> Iterator[WorkerClient]:
         """The worker's client, counted as one turn in flight while the block runs.
 
         How the block ends tells the worker's breaker how the worker is.
 
         Args:
             worker_id: the worker.
-            facts: of the turn whose leg runs there, if it is one; see `prefilled` and
-                `first_chunk`.
+            facts: of the turn, if its leg's durations say how busy the worker is; see
+                `prefilled` and `first_chunk`.
+            is_leg: whether a leg runs there. Other calls say nothing of the engine's
+                health, except that it cannot be reached.
 
         Raises:
             UnavailableError: reason WORKER_UNREACHABLE; the worker has left.
@@ -234,7 +239,7 @@ class WorkerPool:
             raise UnavailableError(
                 f"worker {worker_id} has left", reason=WORKER_UNREACHABLE, worker_id=worker_id
             )
-        with life.use(facts) as client:
+        with life.use(facts, is_leg=is_leg) as client:
             yield client
 
     def prefilled(self, worker_id: str, facts: TurnFacts, report: common_pb2.PrefillReport) -> None:
@@ -254,9 +259,11 @@ class WorkerPool:
 
     def _breaker_changed(self, life: WorkerLife) -> None:
         life.see(self._clock())
+        if self._lives.get(life.worker_id) is not life:
+            return  # the name's breaker is that of another life
         if life.breaker.open_until is None:
             self._tripped.pop(life.worker_id, None)
-        elif self._lives.get(life.worker_id) is life:
+        else:
             self._tripped[life.worker_id] = life
 
     def _catch_up(self) -> None:

@@ -148,7 +148,9 @@ class TurnCommitter:
             async with asyncio.timeout(hold):
                 return await asyncio.shield(storing)
         except TimeoutError:
-            self._ledger_is_silent = True
+            if hold >= self._limits.commit_timeout_seconds:
+                # A short hold says nothing new: the ledger may have answered meanwhile.
+                self._ledger_is_silent = True
             return CommitResult(CommitOutcome.LEDGER_UNAVAILABLE)
 
     async def _settle(

@@ -190,9 +190,9 @@ def _cross_layers_ignored(
             "vLLM ignores cross-layer blocks for this model, whose layers do not keep keys and "
             "values of the whole sequence alike; ask for auto"
         )
-    if environment.get(MODEL_RUNNER, "0") not in ("0", "false", "False"):
+    if (runner := environment.get(MODEL_RUNNER, "0")) not in ("0", "false", "False"):
         found.append(
-            f"{MODEL_RUNNER} is set to 0 for the engine: its second model runner ignores "
-            "cross-layer blocks"
+            f"{MODEL_RUNNER}={runner} is overridden with 0 for the engine: its second model "
+            "runner ignores cross-layer blocks"
         )
     return tuple(found)

@@ -15,8 +15,8 @@ one pass of the hash over the tokens. The others are only needed to find where a
 prompt leaves the sequence, by bisection.
 
 Only the standard library is used: this module runs inside vLLM's scheduler.
-Cost of 33k tokens in blocks of 16 on one x86 core: 0.8 ms to make the proof, 0.4 ms
-to compare a prompt with it.
+Cost of 33k tokens in blocks of 16 on an x86 machine with other work, with a cache
+salt or without: 0.9 ms to make the proof, 0.6 ms to compare a prompt with it.
 """
 
 from __future__ import annotations

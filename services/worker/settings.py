@@ -231,8 +231,8 @@ class WorkerSettings(InternalTlsSettings, PeerTlsSettings, TracingSettings):
     """How long after the end of an answer the connector may take to report it."""
 
     commit_timeout_seconds: PositiveFloat = 2
-    """How long the end of an answer is held back for the ledger; only once while it is
-    silent."""
+    """How long the end of an answer is held back for the ledger. Once that was in vain,
+    others are held back for 50 ms each until the ledger answers again."""
 
     settle_timeout_seconds: PositiveFloat = 30
     """How long the sidecar asks the ledger, in the background, what became of a

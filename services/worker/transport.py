@@ -44,9 +44,9 @@ def transport_warnings(environment: Mapping[str, str], gpus: int) -> list[str]:
 
 def _reaches_gpus(transports: str) -> bool:
     """True if the list has a way from GPU memory to GPU memory, here or over RDMA."""
+    names = {name.strip() for name in transports.removeprefix("^").split(",")}
     if transports.startswith("^"):
-        return "cuda_ipc" not in transports
-    names = {name.strip() for name in transports.split(",")}
+        return not names & _REACH_GPUS
     return bool(names & _REACH_GPUS) or any(name.startswith(_NETWORKS) for name in names)
 
 

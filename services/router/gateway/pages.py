@@ -112,7 +112,7 @@ class Pages:
         model = decode(members.get("model", msgspec.Raw(b"null")), _OPTIONAL_STRING, "model")
         worker_id = self._tokenizer(model)
         asked = worker_pb2.TokenizeRequest(body_json=body)
-        with self._pool.use(worker_id) as client:
+        with self._pool.use(worker_id, is_leg=False) as client:
             await client.connect(timeout_seconds=self._connect_timeout_seconds)
             found = await client.tokenize(asked, timeout_seconds=self._timeout_seconds)
         return Response(found.reply_json, media_type=http.JSON)

@@ -29,7 +29,9 @@ TURN_PATHS = {
 }
 """Endpoints that run turns, and the format of their bodies."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Largest request line with headers."""
+"""Largest head of a request: its target with all names and values of headers, and
+four bytes for each header. A head that has no end is given up after as many bytes,
+whatever they are; those that come in one read with an earlier body are not counted."""
 _ANY = ["GET", "POST", "DELETE"]
 _BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
@@ -98,7 +100,8 @@ async def serve(
         address: host:port to listen on; port 0 takes a free one.
         tasks: owns the server.
         grace_seconds: time for requests in flight at the end.
-        head_timeout_seconds: how long the head of a request may take.
+        head_timeout_seconds: how long the head of a request may take, and a body
+            whose request is already answered.
         tls: how to encrypt; without it nothing is.
         share_port: other processes listen on the same port.
 

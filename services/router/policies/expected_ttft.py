@@ -39,7 +39,7 @@ def _prefill(candidates: Sequence[Candidate], facts: TurnFacts, now: float, rng:
             if pulled < score:
                 score = pulled
         if load.busy:
-            score += abs(load.due_at - now)
+            score += abs(load.due_at - now) + load.behind
         if load.calm_at > now:
             score += load.fading * (load.calm_at - now)
         scores.append(score + _PER_TURN_SECONDS * candidate.in_flight)

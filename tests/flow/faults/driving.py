@@ -110,6 +110,8 @@ async def _with_act(
     acting = tasks.create_task(_ACTS[act](scene, turn))
     if act in _LEAVING:  # takes until the turn is over
         await _begins_to_leave(_LEAVING[act](scene).service.port)
+        if act is Act.D_SIDECAR_LEAVES:
+            await poll(lambda: not _takes_turns(scene.world, scene.decode))
     else:
         await acting
     await scene.world.clock.advance(HOLD_SECONDS)
@@ -193,6 +195,12 @@ async def _begins_to_leave(port: int) -> None:
             return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
         await eventually(serves, False)
+
+
+def _takes_turns(world: World, worker: Worker) -> bool:
+    """Whether the router would send turns there."""
+    found = world.router.service.pool.find(worker.worker_id)
+    return found is not None and found.takes_turns
 
 
 async def _client_leaves(scene: Scene, turn: Turn | None) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvloop.errors import InvalidFieldError
+from kvloop.errors import InvalidFieldError, UnavailableError
+from services.router.breaker import BreakerState
 from services.worker.engine import Api
 from services.worker.legs import parse_body, prefill_body
 from tests.flow.gateway.fleet import CHAT, COMPLETIONS, HttpReply
 from tests.flow.router.fakes import eventually, raises, waits
 from tests.flow.router.memory_ledger import MODEL
-from tests.flow.router.stack import Stack, running
+from tests.flow.router.stack import DECODE, Stack, running
 
 HI = [{"role": "user", "content": "hi"}]
 CHUNKS = [b'{"choices":[{"index":0,"delta":{"content":"a"}}]}', b'{"choices":[]}']
@@ -201,7 +202,7 @@ async def test_a_head_above_the_limit_is_refused() -> None:
         )
         writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * 200_000)
         await writer.drain()
-        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 431")
         writer.close()
 
 
@@ -314,3 +315,24 @@ async def test_the_wire_of_whole_and_streamed_turns() -> None:
         whole = await client.chat()
         assert whole.raw == b'{"whole":1}'
         assert client.stack["d0"].decodes[1].whole
+
+
+async def test_the_time_of_a_whole_answer_is_no_waiting_time() -> None:
+    async with gateway() as client:
+        (found,) = client.stack.router.pool.candidates(MODEL, DECODE)
+        client.stack["d0"].chunks = [b'{"whole":1}']
+        await client.chat()
+        assert found.load.calm_at == 0  # no wait was seen
+        client.stack["d0"].chunks = CHUNKS
+        await client.chat(stream=True)
+        assert found.load.calm_at > 0
+
+
+async def test_tokenizing_says_nothing_of_the_workers_health() -> None:
+    async with gateway(worker_cooldown_seconds=0) as client:
+        pool = client.stack.router.pool
+        unreachable = UnavailableError("no engine", reason="ENGINE_UNREACHABLE")
+        with pytest.raises(UnavailableError), pool.use("d0"):
+            raise unreachable
+        assert (await client.post("/tokenize", {"model": MODEL, "prompt": "x"})).status == 200
+        assert pool.breakers(BreakerState.HALF_OPEN) == 1

@@ -163,6 +163,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.handover: bytes | None = None
         self.chunks = [b'{"choices":[{"delta":{"content":"a"}}]}', b'{"choices":[]}']
         self.batches = False
+        self.incomplete = False
         self.commit_outcome = worker_pb2.COMMIT_OUTCOME_COMMITTED
         self.num_tokens: int | Exception = 10
         self.estimates: list[worker_pb2.EstimatePullRequest] = []
@@ -209,6 +210,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         except GeneratorExit:
             self.cancelled.append("decode")
             raise
+        if self.incomplete:
+            return
         summary = worker_pb2.DecodeSummary(
             usage=common_pb2.Usage(prompt_tokens=100, completion_tokens=2),
             commit_outcome=worker_pb2.COMMIT_OUTCOME_NOT_REQUESTED,
@@ -229,6 +232,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.CountTokensResponse(
             num_tokens=self.num_tokens, max_model_len=MAX_MODEL_LEN
         )
+
+    async def Tokenize(self, request, context):
+        return worker_pb2.TokenizeResponse(reply_json=b'{"count":1}')
 
     async def EstimatePull(self, request, context):
         self.estimates.append(request)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
 from kvloop import rpc
-from kvloop.errors import InternalError, InvalidFieldError, KvloopError, UnavailableError
+from kvloop.errors import (
+    DeadlineError,
+    InternalError,
+    InvalidFieldError,
+    KvloopError,
+    UnavailableError,
+)
 from tests.flow.router.breakable_link import BreakableLink
 from tests.flow.router.fakes import eventually, raises, waits
-from tests.flow.router.stack import chat_request, running
+from tests.flow.router.stack import Stack, chat_request, running
 
 UNREACHABLE = UnavailableError("no engine", reason="ENGINE_UNREACHABLE")
 DRAINING = UnavailableError("draining", reason="DRAINING")
@@ -68,6 +75,95 @@ async def test_failure_without_a_hand_over_is_not_repeated_on_the_same_worker() 
         assert caught.value.metadata["engine_message"] == "KV load failed"
         assert len(stack["d0"].decodes) == 1
         assert stack.count("turns_total", outcome="failed") == 1
+
+
+async def test_a_worker_that_failed_is_asked_again_rather_than_one_that_is_avoided() -> None:
+    async with running(decode=["d0", "d1"], settings={"worker_cooldown_seconds": 3600}) as stack:
+        _break(stack, "d1", UNREACHABLE)
+        stack["d0"].decode_steps = [raises(ENGINE_FAILED)]
+        answer = await stack.chat("c")
+        assert answer.receipt.decode_worker_id == "d0"
+        assert [bool(c.transfer_params_json) for c in stack["d0"].decodes] == [True, False]
+        assert stack["d1"].calls == 0
+
+
+async def test_a_worker_that_is_avoided_is_asked_if_the_other_is_down() -> None:
+    async with running(decode=["d0", "d1"], settings={"worker_cooldown_seconds": 3600}) as stack:
+        _break(stack, "d1", UNREACHABLE)
+        stack["d0"].decode_steps = [raises(ENGINE_LOST)]
+        assert (await stack.chat("c")).receipt.decode_worker_id == "d1"
+
+
+async def test_one_of_the_turns_that_chose_a_worker_before_prefill_tries_it_again() -> None:
+    async with running(decode=["d0", "d1"], settings={"worker_cooldown_seconds": 0}) as stack:
+        _break(stack, "d0", UNREACHABLE)
+        prefill, decode = asyncio.Event(), asyncio.Event()
+        stack["p0"].prefill_steps = [waits(prefill) for _ in range(3)]
+        stack["d0"].decode_steps = [waits(decode)]
+        async with asyncio.TaskGroup() as tasks:
+            turns = [tasks.create_task(stack.chat(f"c{n}")) for n in range(3)]
+            await eventually(lambda: len(stack["p0"].prefills) == 3)
+            prefill.set()
+            await eventually(lambda: sum(turn.done() for turn in turns) == 2)
+            decode.set()
+        served = sorted(turn.result().receipt.decode_worker_id for turn in turns)
+        assert served == ["d0", "d1", "d1"]
+        assert all(call.transfer_params_json for call in stack["d1"].decodes)
+        assert stack.count("fallbacks_total", cause="decode_repeated") == 0
+
+
+@pytest.mark.parametrize(("block_size", "dropped"), [(16, 0), (32, 1)])
+async def test_a_turn_leaves_a_worker_that_failed_others_during_its_prefill(
+    block_size: int, dropped: int
+) -> None:
+    traits = {"d1": {"block_size": block_size}}
+    async with running(decode=["d0", "d1"], traits=traits) as stack:
+
+        async def step() -> None:
+            _break(stack, "d0", UNREACHABLE)
+
+        stack["p0"].prefill_steps = [step]
+        answer = await stack.chat("c")
+        assert answer.receipt.decode_worker_id == "d1"
+        assert bool(stack["d1"].decodes[0].transfer_params_json) is not bool(dropped)
+        assert stack.count("fallbacks_total", cause="handover_dropped") == dropped
+        assert stack["d0"].calls == 0
+
+
+async def test_an_answer_without_a_summary_is_a_failure_of_the_worker() -> None:
+    async with running(settings={"worker_failures": 1}) as stack:
+        stack["d0"].incomplete = True
+        with pytest.raises(InternalError) as caught:
+            await stack.chat("c")
+        assert caught.value.reason == "ANSWER_INCOMPLETE"
+        assert not _is_reachable(stack, "d0")
+
+
+async def test_a_worker_that_drains_is_left_and_still_pulled_from() -> None:
+    async with running(decode=["d0", "d1"]) as stack:
+        stack.give_handle("c", "d0")
+        stack["d0"].decode_steps = [raises(DRAINING)]
+        assert (await stack.chat("other")).receipt.decode_worker_id == "d1"
+        answer = await stack.chat("c")
+        assert answer.receipt.handle_hit
+        assert answer.receipt.decode_worker_id == "d1"
+        assert stack.count("breaker_openings_total") == 0
+        assert len(stack["d0"].decodes) == 1
+
+
+@pytest.mark.parametrize("silent_id", ["p0", "d0"])
+async def test_a_caller_without_patience_says_nothing_of_a_worker(silent_id: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        # The router gives up well before the caller hangs up.
+        async with running(settings={"deadline_margin_seconds": 0.5}) as stack:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            stack[silent_id].worker.address = address
+            stack.registry.add(stack[silent_id].worker)
+            await eventually(lambda: _address(stack, silent_id) == address)
+            with pytest.raises(DeadlineError):
+                await stack.chat("c", timeout_seconds=0.8)
+            await eventually(lambda: stack.count("turns_total", outcome="cancelled") == 1)
+            assert _is_reachable(stack, silent_id)
 
 
 async def test_a_decode_leg_is_repeated_once_only() -> None:
@@ -141,6 +237,17 @@ async def test_health_beats_affinity() -> None:
         assert second.miss == "INCOMPATIBLE"  # its holder cannot be reached
 
 
-def _address(stack) -> str:
-    found = stack.router.pool.find("d0")
+def _address(stack: Stack, worker_id: str = "d0") -> str:
+    found = stack.router.pool.find(worker_id)
     return found.worker.address if found else ""
+
+
+def _is_reachable(stack: Stack, worker_id: str) -> bool:
+    found = stack.router.pool.find(worker_id)
+    return found is not None and found.reachable
+
+
+def _break(stack: Stack, worker_id: str, error: KvloopError) -> None:
+    """Let another turn fail there."""
+    with pytest.raises(type(error)), stack.router.pool.use(worker_id):
+        raise error

@@ -11,6 +11,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -91,7 +92,7 @@ def _command(pid: int) -> bytes:
 
 
 @asynccontextmanager
-async def routers() -> AsyncIterator[Routers]:
+async def routers(*flags: str) -> AsyncIterator[Routers]:
     """Two router processes that serve and know both workers."""
     ledger = MemoryLedger()
     workers = {
@@ -106,6 +107,7 @@ async def routers() -> AsyncIterator[Routers]:
                 *("--listen", "127.0.0.1:0", "--gateway-listen", "127.0.0.1:0"),
                 *("--metrics-listen", "127.0.0.1:0", "--kvmeta", f"127.0.0.1:{kvmeta}"),
                 *("--shutdown-grace-seconds", "20", "--ledger-timeout-seconds", "5"),
+                *flags,
                 stderr=PIPE,
             )
             running = Routers(parent, workers)
@@ -195,3 +197,30 @@ async def test_a_port_in_use_is_said_once_and_ends_the_start() -> None:
         assert second.returncode == 1
         assert said.decode().strip().splitlines()[-1].startswith(f"cannot listen on {address}")
         assert "Traceback" not in said.decode()
+
+
+async def test_a_temporary_folder_too_long_for_sockets_is_said_and_ends_the_start(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.router", "--processes", "2"),
+        *("--listen", "127.0.0.1:0", "--gateway-listen", ""),
+        env={**os.environ, "TMPDIR": str(folder)},
+        stderr=PIPE,
+    )
+    _, said = await parent.communicate()
+    assert parent.returncode == 1
+    (line,) = said.decode().strip().splitlines()
+    assert "set TMPDIR to a shorter one" in line
+
+
+async def test_a_process_that_hangs_is_killed_when_its_time_to_leave_is_over() -> None:
+    async with routers("--shutdown-grace-seconds", "0") as running:
+        hanging, _ = _children(running.parent.pid)
+        os.kill(hanging, signal.SIGSTOP)
+        running.parent.terminate()
+        assert await running.parent.wait() == 0
+        assert sum('"process_killed"' in line for line in running.lines) == 1
+        assert not _command(hanging)

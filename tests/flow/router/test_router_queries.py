@@ -11,10 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvloop import rpc
 from kvloop.common.v1 import common_pb2
 from kvloop.durations import to_duration, to_seconds
-from kvloop.errors import ModelNotFoundError
+from kvloop.errors import ModelNotFoundError, UnavailableError
 from kvloop.kvmeta.v1 import ledger_pb2
 from kvloop.router.v1 import router_pb2
 from kvloop.worker.v1 import worker_pb2
+from services.router.breaker import BreakerState
 from tests.flow.router.fakes import eventually, make_worker, waits
 from tests.flow.router.stack import DECODE, PREFILL, Stack, running
 
@@ -136,6 +137,33 @@ async def test_explanation_says_that_nobody_can_pull() -> None:
         explained = await explain(stack)
         assert explained.miss_reason == common_pb2.MISS_REASON_INCOMPATIBLE
         assert "different versions" in explained.candidates[0].reason
+
+
+async def test_explanation_pulls_from_no_holder_that_is_avoided() -> None:
+    traits = {"p0": {"contract_version": 2}}
+    settings = {"worker_cooldown_seconds": 3600}
+    async with running(
+        prefill=["p0", "p1"], decode=["d0", "d1"], traits=traits, settings=settings
+    ) as stack:
+        stack.give_handle("c", "d0")
+        unreachable = UnavailableError("", reason="WORKER_UNREACHABLE")
+        with pytest.raises(UnavailableError), stack.router.pool.use("d0"):
+            raise unreachable
+        explained = await explain(stack)
+        assert explained.miss_reason == common_pb2.MISS_REASON_INCOMPATIBLE
+        assert [c.worker_id for c in explained.candidates] == ["p0", "p1", "d1", "d0"]
+        assert "pull" not in explained.candidates[0].reason
+
+
+async def test_asking_for_an_estimate_says_nothing_of_the_workers_health() -> None:
+    async with running(settings={"worker_cooldown_seconds": 0}) as stack:
+        stack.give_handle("c", "d0")
+        unreachable = UnavailableError("", reason="WORKER_UNREACHABLE")
+        with pytest.raises(UnavailableError), stack.router.pool.use("p0"):
+            raise unreachable
+        await explain(stack)
+        assert len(stack["p0"].estimates) == 1
+        assert stack.router.pool.breakers(BreakerState.HALF_OPEN) == 1
 
 
 async def test_explanation_for_an_unknown_model_is_not_found() -> None:

@@ -7,6 +7,7 @@ import pytest
 from kvloop import rpc
 from kvloop.errors import InvalidFieldError, ModelNotFoundError, UnavailableError
 from kvloop.router.v1 import router_pb2
+from services.router.breaker import BreakerState
 from tests.flow.router.fakes import MAX_MODEL_LEN, raises
 from tests.flow.router.stack import Stack, running
 
@@ -111,6 +112,18 @@ async def test_failed_count_leaves_the_check_to_the_engine() -> None:
         answer = await generate(stack, text="x" * 3 * MAX_MODEL_LEN)
         assert answer.HasField("result")
         assert stack.count("fallbacks_total", cause="length_check_skipped") == 1
+
+
+async def test_a_count_says_nothing_of_the_workers_health() -> None:
+    async with running(settings={"worker_cooldown_seconds": 0}) as stack:
+        unreachable = UnavailableError("no engine", reason="ENGINE_UNREACHABLE")
+        with pytest.raises(UnavailableError), stack.router.pool.use("d0"):
+            raise unreachable
+        stack["d0"].num_tokens = MAX_MODEL_LEN
+        with pytest.raises(InvalidFieldError):
+            await generate(stack, text="x" * 3 * MAX_MODEL_LEN)
+        assert len(stack["d0"].counts) == 1
+        assert stack.router.pool.breakers(BreakerState.HALF_OPEN) == 1
 
 
 async def test_the_engines_own_refusal_reaches_the_client() -> None:

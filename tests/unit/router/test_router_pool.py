@@ -11,66 +11,18 @@ from structlog.testing import capture_logs
 
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import (
-    DeadlineError,
-    InternalError,
-    InvalidFieldError,
     KvloopError,
     OutOfRangeError,
     UnavailableError,
 )
 from kvloop.kvmeta.v1 import registry_pb2
-from services.router.breaker import BreakerLimits, BreakerState
 from services.router.policy import TurnFacts
 from services.router.registry import Backoff, RegistryFollower
-from services.router.workers import WorkerPool
 from tests.flow.router.fakes import eventually, make_worker
 from tests.flow.router.stack import DECODE, PREFILL
+from tests.unit.router.pool_harness import Harness, harness
 
 Change = registry_pb2.WatchWorkersResponse
-
-
-class Harness:
-    """A pool whose channels are entries of a list."""
-
-    def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        self.now = 100.0
-        self.open: list[str] = []
-        self.openings = 0
-        self.pool = WorkerPool(
-            tasks,
-            clock=lambda: self.now,
-            breakers=BreakerLimits(failures=3, cooldown_seconds=5, max_cooldown_seconds=20),
-            grace_seconds=10,
-            connect=self._connect,  # type: ignore[arg-type]
-            breaker_opened=self._opened,
-        )
-
-    @asynccontextmanager
-    async def _connect(self, worker: registry_pb2.Worker) -> AsyncIterator[str]:
-        name = f"{worker.worker_id}@{worker.address}/{worker.engine.epoch}"
-        self.open.append(name)
-        yield name
-        self.open.remove(name)
-
-    def _opened(self) -> None:
-        self.openings += 1
-
-    def fail(self, worker_id: str, error: KvloopError | None = None) -> None:
-        """Let a turn fail there."""
-        error = error or UnavailableError("", reason="WORKER_UNREACHABLE")
-        with pytest.raises(type(error)), self.pool.use(worker_id):
-            raise error
-
-    def prefill_ids(self) -> list[str]:
-        return [c.worker_id for c in self.pool.candidates("tiny", PREFILL)]
-
-
-@asynccontextmanager
-async def harness() -> AsyncIterator[Harness]:
-    async with asyncio.TaskGroup() as tasks:
-        made = Harness(tasks)
-        yield made
-        await made.pool.aclose()
 
 
 async def test_one_channel_per_worker_closed_at_the_end() -> None:
@@ -141,88 +93,6 @@ async def test_a_new_state_keeps_the_channel() -> None:
         assert not found.takes_turns
         assert len(h.open) == 1
         assert h.pool.models()[0].prefill == []
-
-
-async def test_a_worker_that_cannot_be_reached_is_avoided_until_its_cooldown_is_over() -> None:
-    async with harness() as h:
-        await h.pool.put(make_worker("a", PREFILL))
-        h.fail("a")
-        assert not h.pool.candidates("tiny", PREFILL)[0].reachable
-        assert h.openings == 1
-        h.now += 5
-        assert h.pool.candidates("tiny", PREFILL)[0].reachable
-        assert h.pool.breakers(BreakerState.HALF_OPEN) == 1
-
-
-async def test_one_turn_at_a_time_tries_a_worker_again() -> None:
-    async with harness() as h:
-        await h.pool.put(make_worker("a", PREFILL))
-        h.fail("a")
-        h.now += 5
-        with h.pool.use("a"):
-            assert not h.pool.candidates("tiny", PREFILL)[0].reachable
-            with h.pool.use("a"):  # as a last resort: no second probe, no verdict on the first
-                pass
-        assert h.pool.breakers(BreakerState.CLOSED) == 1
-
-
-async def test_a_probe_that_fails_doubles_the_cooldown() -> None:
-    async with harness() as h:
-        await h.pool.put(make_worker("a", PREFILL))
-        h.fail("a")
-        h.now += 5
-        h.fail("a")
-        h.now += 9
-        assert h.pool.breakers(BreakerState.OPEN) == 1
-        h.now += 1
-        assert h.pool.breakers(BreakerState.HALF_OPEN) == 1
-
-
-async def test_a_probe_whose_caller_hangs_up_lets_the_next_turn_try() -> None:
-    async with harness() as h:
-        await h.pool.put(make_worker("a", PREFILL))
-        h.fail("a")
-        h.now += 5
-        with pytest.raises(asyncio.CancelledError), h.pool.use("a"):
-            raise asyncio.CancelledError
-        assert h.pool.candidates("tiny", PREFILL)[0].reachable
-
-
-async def test_failures_of_a_worker_that_can_be_reached_add_up() -> None:
-    async with harness() as h:
-        await h.pool.put(make_worker("a", PREFILL))
-        failure = InternalError("", reason="ENGINE_FAILED")
-        h.fail("a", failure)
-        h.fail("a", failure)
-        with h.pool.use("a"):
-            pass
-        h.fail("a", failure)
-        h.fail("a", failure)
-        assert h.pool.candidates("tiny", PREFILL)[0].reachable
-        h.fail("a", failure)
-        assert not h.pool.candidates("tiny", PREFILL)[0].reachable
-
-
-@pytest.mark.parametrize(
-    "error", [InvalidFieldError("", reason="ENGINE_REJECTED"), DeadlineError("late")]
-)
-async def test_what_is_not_the_workers_fault_opens_no_breaker(error) -> None:
-    async with harness() as h:
-        await h.pool.put(make_worker("a", PREFILL))
-        for _ in range(10):
-            h.fail("a", error)
-        assert h.pool.breakers(BreakerState.CLOSED) == 1
-
-
-async def test_a_decode_worker_is_well_again_at_the_first_chunk() -> None:
-    async with harness() as h:
-        await h.pool.put(make_worker("a", DECODE))
-        h.fail("a")
-        h.now += 5
-        facts = TurnFacts()
-        with h.pool.use("a", facts):
-            h.pool.first_chunk("a", facts)
-            assert h.pool.candidates("tiny", DECODE)[0].reachable
 
 
 async def test_legs_teach_what_the_worker_takes() -> None:

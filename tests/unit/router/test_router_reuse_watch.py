@@ -25,6 +25,14 @@ def test_it_says_once_that_reuse_is_lost_and_once_that_it_is_back() -> None:
     assert logged[0]["last_outcome"] == "NO_EVENT"
 
 
+def test_the_outcome_that_is_named_is_that_of_a_turn_that_left_nothing_behind() -> None:
+    watch = ReuseWatch()
+    with capture_logs() as logged:
+        note(watch, 7, retained=False)
+        note(watch, 1, retained=True)  # the eighth, at which something can be said
+    assert [entry["last_outcome"] for entry in logged] == ["NO_EVENT"]
+
+
 def test_a_few_turns_prove_nothing() -> None:
     watch = ReuseWatch()
     note(watch, 7, retained=False)

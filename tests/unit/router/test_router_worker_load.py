@@ -98,6 +98,24 @@ class TestPrefillLoad:
             now = self.run(load, prompt, prompt - 500, now=now)
         assert load.speeds.prefill(8000, 0) == pytest.approx(SPEED.prefill(8000, 0), rel=0.02)
 
+    def test_when_those_that_said_something_have_left_timed_legs_count_again(self) -> None:
+        fleet = SpeedLines()
+        telling, silent, now = PrefillLoad(fleet), PrefillLoad(fleet), 0.0
+        for prompt in (4000, 8000, 16_000):
+            now = self.run(telling, prompt, prompt - 500, now=now)
+        for legs in range(300):
+            leg = silent.started(now, prompt=8000, held=0, in_flight=0)
+            now += 30 * SPEED.prefill(8000, 0)
+            silent.ended(leg, now, report(8000))
+            if legs == 100:
+                now = self.run(telling, 8000, 7500, now=now)
+        assert fleet.speeds.prefill(8000, 0) == pytest.approx(SPEED.prefill(8000, 0), rel=0.02)
+        for _ in range(10):
+            leg = silent.started(now, prompt=8000, held=0, in_flight=0)
+            now += 30 * SPEED.prefill(8000, 0)
+            silent.ended(leg, now, report(8000))
+        assert fleet.speeds.prefill(8000, 0) == pytest.approx(30 * SPEED.prefill(8000, 0))
+
     def test_a_worker_without_figures_has_those_of_its_model(self) -> None:
         fleet = SpeedLines()
         known, new = PrefillLoad(fleet), PrefillLoad(fleet)
@@ -120,6 +138,43 @@ class TestPrefillLoad:
         load = PrefillLoad()
         load.started(0.0, prompt=10_000, held=0, in_flight=0)
         assert load.wait(1, 31.0) == pytest.approx(30.0)
+
+    def test_more_turns_never_make_an_overdue_worker_look_free(self) -> None:
+        load = PrefillLoad()
+        load.started(0.0, prompt=50_000, held=0, in_flight=0)  # assumed: five seconds
+        waits = [load.wait(1, 10.0)]
+        for in_flight in (1, 2):
+            load.started(10.0, prompt=50_000, held=0, in_flight=in_flight)
+            waits.append(load.wait(in_flight + 1, 10.0))
+        waits.append(load.wait(3, 20.0))
+        assert waits == pytest.approx([5.0, 10.0, 15.0, 25.0])
+
+    @pytest.mark.parametrize("computed", [True, False])
+    def test_a_queued_leg_that_leaves_takes_only_its_own_work_along(self, computed) -> None:
+        load = PrefillLoad()
+        first = load.started(0.0, prompt=100_000, held=0, in_flight=0)  # assumed: 10 s
+        second = load.started(0.0, prompt=10_000, held=0, in_flight=1)
+        third = load.started(0.0, prompt=1_000, held=0, in_flight=2)
+        if computed:
+            load.ended(second, 9.0, report(0))
+        else:
+            load.gave_up(second, 9.0)
+        remembered = load.fading * (load.calm_at - 9.0)
+        assert load.wait(2, 9.0) - remembered == pytest.approx(1.0 + 0.1)
+        load.gave_up(first, 9.5)
+        assert load.wait(1, 9.5) <= remembered + 0.1
+        load.gave_up(third, 9.5)
+        assert load.wait(0, 20.0) == 0.0
+
+    def test_the_speed_is_told_even_if_queued_legs_are_cut_off(self) -> None:
+        load, now = PrefillLoad(), 0.0
+        for _ in range(3):
+            first = load.started(now, prompt=10_000, held=0, in_flight=0)
+            queued = load.started(now, prompt=10_000, held=0, in_flight=1)
+            load.gave_up(queued, now + 4.0)
+            now += 5.0
+            load.ended(first, now, report(10_000))
+        assert load.speeds.prefill(10_000, 0) == pytest.approx(5.0)
 
     def test_what_others_have_in_flight_shows_as_a_wait_and_is_forgotten(self) -> None:
         load = PrefillLoad()
@@ -211,3 +266,20 @@ def test_prompts_are_sized_by_those_before() -> None:
     sizes.learn("m", 1000, 0)  # an engine that counts nothing
     assert sizes.tokens("m", 4000) == 2000
     assert sizes.tokens("other", 4000) == 1000
+
+
+def test_pictures_do_not_change_what_text_is_taken_to_have() -> None:
+    sizes = PromptSizes()
+    for _ in range(100):
+        sizes.learn("m", 20_000, 5000)
+        sizes.learn("m", 4_000_000, 1500)
+    assert sizes.tokens("m", 20_000) == 5000
+    assert sizes.tokens("m", 4_000_000) == 1500
+
+
+def test_bodies_of_a_new_size_are_like_those_of_the_nearest() -> None:
+    sizes = PromptSizes()
+    sizes.learn("m", 20_000, 10_000)
+    sizes.learn("m", 4_000_000, 1500)
+    assert sizes.tokens("m", 2000) == 1000
+    assert sizes.tokens("m", 100_000) == 50_000

@@ -49,10 +49,17 @@ class _World:
         self.hub = EventHub(self.clock, self.metrics)
         self.hub.connected(hello(), self.link)
 
-    async def run(self, committer: TurnCommitter, *, event: bool = True, **changes) -> CommitResult:
-        with self.hub.watch("turn-1") as watch:
+    async def run(
+        self,
+        committer: TurnCommitter,
+        *,
+        turn_id: str = "turn-1",
+        event: bool = True,
+        **changes,
+    ) -> CommitResult:
+        with self.hub.watch(turn_id) as watch:
             if event:
-                self.hub.finished(ENGINE, finished(**changes))
+                self.hub.finished(ENGINE, finished(turn_id, **changes))
             return await committer.commit(watch, CONVERSATION)
 
     def unsettled(self) -> float | None:
@@ -64,6 +71,11 @@ async def _seconds(work: Awaitable[object]) -> float:
     start = time.monotonic()
     await work
     return time.monotonic() - start
+
+
+PATIENT = CommitLimits(
+    event_timeout_seconds=5, commit_timeout_seconds=0.5, settle_timeout_seconds=30
+)
 
 
 @pytest.fixture
@@ -253,11 +265,8 @@ async def test_answers_do_not_wait_for_a_ledger_that_is_silent_until_it_speaks_a
     world: _World,
 ) -> None:
     async with background_tasks() as tasks:
-        patient = CommitLimits(
-            event_timeout_seconds=5, commit_timeout_seconds=0.5, settle_timeout_seconds=30
-        )
         committer = TurnCommitter(
-            "decode-0", world.ledger, world.hub, world.clock, world.metrics, tasks, patient
+            "decode-0", world.ledger, world.hub, world.clock, world.metrics, tasks, PATIENT
         )
         answers = [asyncio.Event() for _ in range(3)]
         world.ledger.answers = [answers[0], answers[1], 60.0, answers[2]]
@@ -268,6 +277,26 @@ async def test_answers_do_not_wait_for_a_ledger_that_is_silent_until_it_speaks_a
         for answer in answers:
             answer.set()
         await until(lambda: len(world.ledger.stored) == 4)
+
+
+async def test_an_answer_that_did_not_wait_says_nothing_of_a_ledger_that_spoke_meanwhile(
+    world: _World,
+) -> None:
+    async with background_tasks() as tasks, asyncio.TaskGroup() as group:
+        committer = TurnCommitter(
+            "decode-0", world.ledger, world.hub, world.clock, world.metrics, tasks, PATIENT
+        )
+        answers = [asyncio.Event() for _ in range(3)]
+        world.ledger.answers = [answers[0], answers[1], 60.0, answers[2]]
+        await world.run(committer)  # now the ledger is known to be silent
+        hurried = group.create_task(world.run(committer, turn_id="turn-2"))
+        await until(lambda: len(world.ledger.commits) == 2)
+        spoken = await world.run(committer, turn_id="turn-3")
+        assert spoken.outcome is CommitOutcome.COMMITTED
+        assert (await hurried).outcome is CommitOutcome.LEDGER_UNAVAILABLE
+        assert await _seconds(world.run(committer, turn_id="turn-4")) >= 0.5
+        for answer in answers:
+            answer.set()
 
 
 async def test_a_caller_who_leaves_before_the_event_gets_the_turn_released(

@@ -84,7 +84,7 @@ def test_latent_attention_gets_the_block_size_of_its_backends() -> None:
         ({"version": (0, 33)}, "vLLM 0.33 ignores cross-layer blocks"),
         ({"attention": Attention.LATENT}, "for this model"),
         ({"attention": Attention.MIXED}, "for this model"),
-        ({"environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}, "second model runner"),
+        ({"environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}, "RUNNER=1 is overridden with 0"),
     ],
 )
 def test_it_is_said_what_vllm_ignores(changes: dict[str, Any], said: str) -> None:

@@ -1,0 +1,59 @@
+"""A worker pool without a network, on a clock that tests move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvloop.errors import KvloopError, UnavailableError
+from kvloop.kvmeta.v1 import registry_pb2
+from services.router.breaker import BreakerLimits
+from services.router.workers import WorkerPool
+from tests.flow.router.stack import PREFILL
+
+
+class Harness:
+    """A pool whose channels are entries of a list."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.now = 100.0
+        self.open: list[str] = []
+        self.openings = 0
+        self.pool = WorkerPool(
+            tasks,
+            clock=lambda: self.now,
+            breakers=BreakerLimits(failures=3, cooldown_seconds=5, max_cooldown_seconds=20),
+            grace_seconds=10,
+            connect=self._connect,  # type: ignore[arg-type]
+            breaker_opened=self._opened,
+        )
+
+    @asynccontextmanager
+    async def _connect(self, worker: registry_pb2.Worker) -> AsyncIterator[str]:
+        name = f"{worker.worker_id}@{worker.address}/{worker.engine.epoch}"
+        self.open.append(name)
+        yield name
+        self.open.remove(name)
+
+    def _opened(self) -> None:
+        self.openings += 1
+
+    def fail(self, worker_id: str, error: KvloopError | None = None) -> None:
+        """Let a turn fail there."""
+        error = error or UnavailableError("", reason="WORKER_UNREACHABLE")
+        with pytest.raises(type(error)), self.pool.use(worker_id):
+            raise error
+
+    def prefill_ids(self) -> list[str]:
+        return [c.worker_id for c in self.pool.candidates("tiny", PREFILL)]
+
+
+@asynccontextmanager
+async def harness() -> AsyncIterator[Harness]:
+    async with asyncio.TaskGroup() as tasks:
+        made = Harness(tasks)
+        yield made
+        await made.pool.aclose()
