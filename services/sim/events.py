@@ -102,8 +102,9 @@ class EventLink:
             try:
                 writer.write(self._hello + _line(self._pins.snapshot()))
                 await race(self._send_all(writer), self._receive(reader))
-            except (OSError, ValueError) as error:
-                _log.info("event_connection_broken", path=self._path, error=str(error))
+            except* (OSError, ValueError) as errors:  # both directions may break at once
+                reason = str(errors.exceptions[0])
+                _log.info("event_connection_broken", path=self._path, error=reason)
             finally:
                 writer.close()
             await self._clock.sleep(backoff.next_seconds())
