@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from bench.soak.attempts import Attempts
 from bench.soak.processes import Service
 from bench.soak.referee import Referee
 from bench.soak.speakers import Front, Manner
@@ -139,8 +140,7 @@ class Conversations:
         self._clock = clock
         self._rng = rng
         self._until = 0.0
-        self.open = 0
-        """Turns under way."""
+        self.attempts = Attempts(tally, crowd.turn_seconds)
 
     async def run(self) -> None:
         """Begin turns for as long as it lasts, and end those that are under way."""
@@ -180,23 +180,15 @@ class Conversations:
             front = self._fronts[choice % len(self._fronts)]
             choice += 1
             speaker = front.tokens_over_grpc if over_grpc else front.over_http
-            self.open += 1
-            try:
-                async with asyncio.timeout(self._crowd.turn_seconds):
-                    heard = await speaker.say(talk, Manner(answer))
-            except TimeoutError:
-                self._tally.hangs(talk.name, self._crowd.turn_seconds)
+            heard = await self.attempts.say(speaker, talk, Manner(answer))
+            if heard is None:
                 return False
-            finally:
-                self.open -= 1
             trouble = heard.trouble
             # An error that speaks of a defect is excused by nothing.
             excuse = self._killer.excuse if trouble is not None and trouble.transient else ""
             if self._tally.judge(heard, right, answer, talk.name, excuse):
                 talk.answered(right)
-                self._tally.slowest_seconds = max(
-                    self._tally.slowest_seconds, self._clock() - started
-                )
+                self._tally.took(self._clock() - started)
                 return True
             self._tally.repeated += 1
             await asyncio.sleep(pause * (0.5 + self._rng.random()))

@@ -82,7 +82,7 @@ async def run_streams(load: Load, fault_share: float, shape: Shape, around: Surr
             rng=random.Random(rng.random()),
         )
         watch = MemoryWatch([each.service for each in stack.routers], around.clock)
-        async with _observed(report, stack, watch, around, lambda: streams.open):
+        async with _observed(report, stack, watch, around, lambda: streams.attempts.open):
             await streams.run()
         began = around.clock() - report.seconds
         found = {
@@ -133,7 +133,7 @@ async def run_chaos(crowd: Crowd, attack: Attack, shape: Shape, around: Surround
         )
         watch = MemoryWatch(stack.victims(), around.clock)
         async with (
-            _observed(report, stack, watch, around, lambda: talking.open),
+            _observed(report, stack, watch, around, lambda: talking.attempts.open),
             asyncio.TaskGroup() as tasks,
         ):
             tasks.create_task(killer.run(crowd.seconds), name="killer")

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bench.soak.attempts import Attempts
 from bench.soak.faults import Dice, Injection
 from bench.soak.referee import Referee
 from bench.soak.speakers import Front, Manner, Speaker
@@ -75,8 +76,7 @@ class Streams:
         self._clock = clock
         self._rng = rng
         self._until = 0.0
-        self.open = 0
-        """Turns under way."""
+        self.attempts = Attempts(tally, load.turn_seconds)
 
     async def run(self) -> None:
         """Begin turns for as long as the load lasts, and end those that are under way."""
@@ -133,21 +133,13 @@ class Streams:
         started = self._clock()
         for _ in range(1 + _REPEATS):
             manner = injection.manner(answer) if injection is not None else Manner(answer)
-            self.open += 1
-            try:
-                async with asyncio.timeout(self._load.turn_seconds):
-                    heard = await speaker.say(talk, manner)
-            except TimeoutError:
-                self._tally.hangs(talk.name, self._load.turn_seconds)
+            heard = await self.attempts.say(speaker, talk, manner)
+            if heard is None:
                 return False
-            finally:
-                self.open -= 1
             done = self._tally.judge(heard, right, answer, talk.name, _excuse(injection))
             if done and not heard.left:
                 talk.answered(right)
-                self._tally.slowest_seconds = max(
-                    self._tally.slowest_seconds, self._clock() - started
-                )
+                self._tally.took(self._clock() - started)
                 return True
             injection = None  # a client that has left, or was failed, asks again
             self._tally.repeated += 1

@@ -85,6 +85,10 @@ class Tally:
             self.prompt_tokens["recomputed"] += receipt.recomputed_tokens
         return True
 
+    def took(self, seconds: float) -> None:
+        """Note how long an answered turn took, repeats included."""
+        self.slowest_seconds = max(self.slowest_seconds, seconds)
+
     def hangs(self, name: str, seconds: float) -> None:
         """Count a turn that did not come to an end."""
         self.hung += 1

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvloop.bench.samples import KvBlocks
 from kvloop.common.v1 import common_pb2
-from kvloop.errors import UnavailableError
+from kvloop.errors import KvloopError, UnavailableError
 from kvloop.inventory import list_workers
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.tls import TlsSource
@@ -31,6 +31,19 @@ class DecodeFleet(Protocol):
             KvloopError: they cannot be asked about.
         """
         ...
+
+
+async def retained_if_known(fleet: DecodeFleet | None) -> int | None:
+    """KV blocks that are retained now; None if nobody can be asked.
+
+    A measurement goes on without this figure.
+    """
+    if fleet is None:
+        return None
+    try:
+        return await fleet.retained_blocks()
+    except KvloopError:
+        return None
 
 
 class KvmetaFleet:

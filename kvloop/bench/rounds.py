@@ -14,7 +14,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvloop.bench.decode_fleet import DecodeFleet
+from kvloop.bench.decode_fleet import DecodeFleet, retained_if_known
 from kvloop.bench.samples import RoundSample, Run, Sample, Shape
 from kvloop.bench.transfers import PrefillEngine, Transfers
 from kvloop.bench.turns import TurnRequest, TurnResult, TurnRunner
@@ -37,6 +37,13 @@ class Variant:
     turns: TurnRunner
     reuse: bool
     prefill: PrefillEngine | None = None
+
+    async def take(self, sample: Sample, request: TurnRequest) -> Sample:
+        """The sample of one turn, with what came of it: a result or an error."""
+        try:
+            return replace(sample, result=await self.turns.run(request))
+        except KvloopError as error:
+            return replace(sample, error=f"{error.reason}: {error.message}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +192,7 @@ class _Rounds:
                     started_at=started,
                     seconds=seconds,
                     transfers=await self._pulled_since(variant, before),
-                    retained_blocks=await self._retained(),
+                    retained_blocks=await retained_if_known(self._fleet),
                 )
             )
         self._done += 1
@@ -228,10 +235,7 @@ class _Rounds:
             reuse=variant.reuse,
             last=turn == shape.turns,
         )
-        try:
-            return replace(sample, result=await variant.turns.run(request))
-        except KvloopError as error:
-            return replace(sample, error=f"{error.reason}: {error.message}")
+        return await variant.take(sample, request)
 
     async def _prepare(self, variant: Variant) -> Transfers | None:
         if variant.prefill is None:
@@ -246,14 +250,6 @@ class _Rounds:
         # The engine adds a pull to its sums in a later step of its scheduler.
         await self._sleep(self._plan.settle_seconds)
         return await variant.prefill.transfers() - before
-
-    async def _retained(self) -> int | None:
-        if self._fleet is None:
-            return None
-        try:
-            return await self._fleet.retained_blocks()
-        except KvloopError:
-            return None  # the measurement itself goes on without it
 
     async def _end(self, repetition: _Repetition) -> None:
         for variant in self._variants:

@@ -13,16 +13,15 @@ import random
 import zlib
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvloop.bench.arrivals import Arrivals
-from kvloop.bench.decode_fleet import DecodeFleet
+from kvloop.bench.decode_fleet import DecodeFleet, retained_if_known
 from kvloop.bench.rounds import Variant
 from kvloop.bench.samples import RoundSample, Run, Sample, Workload
 from kvloop.bench.scripts import Script, TokenStreams, longest
 from kvloop.bench.transfers import Transfers
 from kvloop.bench.turns import TurnRequest, TurnResult
-from kvloop.errors import KvloopError
 
 _WARM_UP = Arrivals(at_once=1)
 _LOOK_SECONDS = 0.5
@@ -241,10 +240,7 @@ class _Schedule:
             prompt_digest=zlib.crc32(array("I", request.prompt).tobytes()),
             late_seconds=max(self._clock() - due, 0.0),
         )
-        try:
-            sample = replace(sample, result=await variant.turns.run(request))
-        except KvloopError as error:
-            sample = replace(sample, error=f"{error.reason}: {error.message}")
+        sample = await variant.take(sample, request)
         holding.samples.append(sample)
         self._done += 1
         self._on_progress(
@@ -264,11 +260,9 @@ class _Schedule:
         if self._fleet is None or self._clock() - holding.looked_at < _LOOK_SECONDS:
             return
         holding.looked_at = self._clock()
-        try:
-            found = await self._fleet.retained_blocks()
-        except KvloopError:
-            return  # the measurement itself goes on without it
-        holding.retained_blocks = max(holding.retained_blocks or 0, found)
+        found = await retained_if_known(self._fleet)
+        if found is not None:
+            holding.retained_blocks = max(holding.retained_blocks or 0, found)
 
 
 async def run_schedule(
