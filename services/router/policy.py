@@ -7,16 +7,14 @@ pipeline chooses, which writes no reasons and sorts nothing; ExplainRoute ranks.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from kvloop.common.v1 import common_pb2
 from kvloop.compatibility import hand_over_obstacle, pull_obstacle
 from kvloop.kvmeta.v1 import registry_pb2
 from services.router.breaker import BreakerState
-from services.router.worker_load import DecodeLoad, PrefillLoad, WorkerLoad
+from services.router.candidates import Candidate, Roster
 
 Rng = Callable[[], float]
 """Random numbers in [0, 1), to break ties. A fixed order would send every turn
@@ -27,48 +25,6 @@ LAST_RESORT = 1_000_000.0
 LAST_SHARE = 0.8
 """Share of a prompt that is taken to be known from earlier turns where only that
 there were some is known: nobody holds it any more, but caches may."""
-
-
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """One live worker and what this router knows of it now.
-
-    The pool keeps it up to date; everyone else only reads it.
-    """
-
-    worker: registry_pb2.Worker
-    """As registered."""
-    in_flight: int = 0
-    """Turns that this router has in flight there."""
-    reachable: bool = True
-    """False while its breaker is open, or a probe is under way."""
-    breaker: BreakerState = BreakerState.CLOSED
-    """State of its breaker."""
-    load: WorkerLoad = None  # type: ignore[assignment]
-    """Its queue and figures."""
-    worker_id: str = field(init=False)
-    """Name of the worker."""
-    takes_turns: bool = field(init=False)
-    """False while it only finishes what it has."""
-    number: int = field(init=False)
-    """Differs for each name; see services/router/rendezvous.py."""
-    kind: bytes = field(init=False)
-    """Equal for workers that exchange KV with the same others."""
-
-    def __post_init__(self) -> None:
-        if self.load is None:
-            is_prefill = self.worker.role == common_pb2.WORKER_ROLE_PREFILL
-            self.load = PrefillLoad() if is_prefill else DecodeLoad()
-        name = hashlib.blake2b(self.worker.worker_id.encode(), digest_size=8)
-        self.number = int.from_bytes(name.digest())
-        self.registered(self.worker)
-
-    def registered(self, worker: registry_pb2.Worker) -> None:
-        """Take over what the worker has registered."""
-        self.worker = worker
-        self.worker_id = worker.worker_id
-        self.takes_turns = worker.state != registry_pb2.Worker.STATE_DRAINING
-        self.kind = _kind(worker)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +46,11 @@ class TurnFacts:
     cached_shares: tuple[float, ...] = ()
     """Share of a conversation's earlier turns that each of these was found to have in
     its prefix cache, over all conversations."""
+
+    @property
+    def home_id(self) -> str:
+        """Decode worker that the conversation stays with if it can, or empty."""
+        return self.holder_id or self.last_id
 
     @property
     def pullable(self) -> int:
@@ -178,7 +139,7 @@ class PrefillChoice:
     """
 
     policy: Policy
-    candidates: Sequence[Candidate]
+    candidates: Roster
     """Live prefill workers."""
     decode: registry_pb2.Worker | None
     """Worker that will run the decode leg, if one was found."""
@@ -212,13 +173,12 @@ class PrefillChoice:
         ]
         return _sorted(ranking, self.rng) + barred
 
-    def _usable(self) -> tuple[list[Candidate], list[Candidate]]:
+    def _usable(self) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
         """Those that can be used: who can pull what is held, and the others."""
-        usable = [each for each in self.candidates if each.takes_turns and each.reachable]
-        one_of_a_kind = {candidate.kind: candidate.worker for candidate in usable}
-        verdicts = {kind: self._verdict(worker) for kind, worker in one_of_a_kind.items()}
+        usable = self.candidates.usable
+        verdicts = {kind: self._verdict(one) for kind, one in self.candidates.kinds.items()}
         if all(verdict == (True, True) for verdict in verdicts.values()):
-            return usable, []
+            return usable, ()
         return (
             [candidate for candidate in usable if verdicts[candidate.kind] == (True, True)],
             [candidate for candidate in usable if verdicts[candidate.kind] == (True, False)],
@@ -273,7 +233,7 @@ class DecodeChoice:
     """
 
     policy: Policy
-    candidates: Sequence[Candidate]
+    candidates: Roster
     """Live decode workers."""
     facts: TurnFacts
     now: float
@@ -281,7 +241,7 @@ class DecodeChoice:
 
     def choose(self) -> registry_pb2.Worker | None:
         """The worker to use, or None."""
-        usable = [c for c in self.candidates if c.takes_turns and c.reachable]
+        usable: Sequence[Candidate] = self.candidates.usable
         if usable:
             scores = self.policy.decode(usable, self.facts, self.now, self.rng)
         else:
@@ -292,7 +252,7 @@ class DecodeChoice:
 
     def rank(self) -> list[Ranked]:
         """All candidates, best first."""
-        usable = [c for c in self.candidates if c.takes_turns and c.reachable]
+        usable = self.candidates.usable
         scores = self.policy.decode(usable, self.facts, self.now, self.rng) if usable else ()
         ranking = [
             Ranked(candidate, score, self._reason(candidate))
@@ -344,11 +304,3 @@ def _breaker_words(candidate: Candidate) -> str:
 
 def _trial(candidate: Candidate) -> str:
     return "; the next turn tries it again" if candidate.breaker is BreakerState.HALF_OPEN else ""
-
-
-def _kind(worker: registry_pb2.Worker) -> bytes:
-    """What `kvloop.compatibility` looks at: everything but the engine's own life."""
-    traits = registry_pb2.EngineTraits()
-    traits.CopyFrom(worker.traits)
-    traits.side_channel_host, traits.side_channel_port, traits.num_kv_blocks = "", 0, 0
-    return worker.model.encode() + b"\0" + traits.SerializeToString(deterministic=True)

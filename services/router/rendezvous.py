@@ -7,30 +7,28 @@ workers come or go, only what was theirs moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from services.router.policy import Candidate
+from services.router.candidates import Roster
 
 FAVOURITES = 2
 """Workers that are told apart by what they may have cached."""
 
 
-def draw(candidate: Candidate, affinity: int) -> int:
-    """The worker's number for that beginning.
+def draw(number: int, affinity: int) -> int:
+    """What the worker with that number draws for that beginning.
 
     A tuple of integers has the same hash in every process of CPython; only those of
     strings are salted.
     """
-    return hash((candidate.number ^ affinity, affinity))
+    return hash((number ^ affinity, affinity))
 
 
-def favourites(candidates: Iterable[Candidate], affinity: int) -> tuple[str, ...]:
+def favourites(candidates: Roster, affinity: int) -> tuple[str, ...]:
     """The worker that a beginning belongs to, and who stands in for it.
 
     Only workers that can be used count. Fewer than two where there are no more.
     """
-    usable = [each for each in candidates if each.takes_turns and each.reachable]
-    drawn = [draw(candidate, affinity) for candidate in usable]
+    usable = candidates.usable
+    drawn = [draw(number, affinity) for number in candidates.numbers]
     found = []
     for _ in range(min(FAVOURITES, len(usable))):
         place = drawn.index(max(drawn))

@@ -10,6 +10,7 @@ from kvloop.common.v1 import common_pb2
 from kvloop.errors import UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2
 from services.router.deadline import Clock
+from services.router.moves import Move, why_moved
 from services.router.policy import DecodeChoice, Policy, PrefillChoice, Ranked, Rng, TurnFacts
 from services.router.prompt_sizes import PromptSizes
 from services.router.rendezvous import FAVOURITES, favourites
@@ -97,7 +98,7 @@ class Routes:
         """
         candidates = self._pool.candidates(model, _DECODE)
         if but:
-            candidates = [each for each in candidates if each.worker_id != but]
+            candidates = candidates.but((but,))
         worker = DecodeChoice(
             self._policy, candidates, facts or TurnFacts(), self._clock(), self._rng
         ).choose()
@@ -106,6 +107,25 @@ class Routes:
                 f"no decode worker takes turns for {model!r} now", reason="NO_DECODE_WORKER"
             )
         return worker
+
+    def move(
+        self, model: str, facts: TurnFacts, chosen_id: str, *, failed_id: str = ""
+    ) -> Move | None:
+        """Why a turn goes to another decode worker than its conversation's last one.
+
+        Args:
+            model: served model name.
+            facts: of the turn.
+            chosen_id: the decode worker that was chosen just now.
+            failed_id: one that has failed the turn's decode leg.
+
+        Returns:
+            None if it stays there, or the conversation has had none.
+        """
+        if facts.home_id in ("", chosen_id):
+            return None
+        candidates = self._pool.candidates(model, _DECODE)
+        return why_moved(facts.home_id, candidates, failed=facts.home_id == failed_id)
 
     def prefill(
         self,
@@ -126,8 +146,8 @@ class Routes:
             but: workers that shall not be taken.
         """
         candidates = self._pool.candidates(model, _PREFILL)
-        if but:
-            candidates = [each for each in candidates if each.worker_id not in but]
+        if barred := tuple(but):
+            candidates = candidates.but(barred)
         return PrefillChoice(
             self._policy, candidates, decode, holder, facts, self._clock(), self._rng
         ).choose()

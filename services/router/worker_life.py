@@ -13,6 +13,7 @@ from kvloop.common.v1 import common_pb2
 from kvloop.errors import KvloopError
 from kvloop.kvmeta.v1 import registry_pb2
 from services.router.breaker import Breaker, BreakerLimits
+from services.router.candidates import Candidate
 from services.router.deadline import Clock
 from services.router.failures import (
     is_down_for_all,
@@ -20,7 +21,7 @@ from services.router.failures import (
     is_the_workers_fault,
     worker_is_down,
 )
-from services.router.policy import Candidate, TurnFacts
+from services.router.policy import TurnFacts
 from services.router.worker_client import WorkerClient
 from services.router.worker_load import DecodeLoad, Leg, PrefillLoad
 
@@ -71,10 +72,16 @@ class WorkerLife:
         mine = self.candidate.worker
         return (mine.address, mine.engine) == (worker.address, worker.engine)
 
-    def see(self, now: float) -> None:
-        """Let policies see the breaker as it is now."""
+    def see(self, now: float) -> bool:
+        """Let policies see the breaker as it is now.
+
+        Returns:
+            Whether the worker can be reached again, or no more.
+        """
+        was_reachable = self.candidate.reachable
         self.candidate.breaker = self.breaker.state(now)
         self.candidate.reachable = self.breaker.admits(now)
+        return self.candidate.reachable is not was_reachable
 
     @contextmanager
     def use(self, facts: TurnFacts | None, *, is_leg: bool) -> Iterator[WorkerClient]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -21,9 +21,10 @@ from kvloop.errors import UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.tls import TlsSource
 from services.router.breaker import BreakerLimits, BreakerState
+from services.router.candidates import Candidate, Roster
 from services.router.deadline import Clock
 from services.router.failures import WORKER_UNREACHABLE
-from services.router.policy import Candidate, TurnFacts
+from services.router.policy import TurnFacts
 from services.router.speeds import SpeedLines
 from services.router.worker_client import GrpcWorkerClient, WorkerClient
 from services.router.worker_life import WorkerLife
@@ -104,7 +105,7 @@ class WorkerPool:
         self._tripped: dict[str, WorkerLife] = {}  # whose breaker is not closed
         self._speeds: dict[str, SpeedLines] = {}  # by model
         # Made when somebody asks, until something changes: a turn asks several times.
-        self._rosters: dict[tuple[str, int], list[Candidate]] = {}  # by model and role
+        self._rosters: dict[tuple[str, int], Roster] = {}  # by model and role
         self._models: list[ModelWorkers] | None = None
         self._tasks = tasks
         self._leaving: dict[WorkerLife, asyncio.Task[None]] = {}
@@ -174,16 +175,16 @@ class WorkerPool:
 
     # What the turns ask.
 
-    def candidates(self, model: str, role: common_pb2.WorkerRole.ValueType) -> Sequence[Candidate]:
+    def candidates(self, model: str, role: common_pb2.WorkerRole.ValueType) -> Roster:
         """The model's live workers of one role, also those that take no turns."""
         self._catch_up()
         roster = self._rosters.get((model, role))
         if roster is None:
-            roster = self._rosters[model, role] = [
+            roster = self._rosters[model, role] = Roster(
                 candidate
                 for candidate in (life.candidate for life in self._lives.values())
                 if candidate.worker.model == model and candidate.worker.role == role
-            ]
+            )
         return roster
 
     def all(self) -> dict[str, Candidate]:
@@ -258,7 +259,8 @@ class WorkerPool:
         return PrefillLoad(speeds) if is_prefill else DecodeLoad(speeds)
 
     def _breaker_changed(self, life: WorkerLife) -> None:
-        life.see(self._clock())
+        if life.see(self._clock()):
+            self._rosters.clear()
         if self._lives.get(life.worker_id) is not life:
             return  # the name's breaker is that of another life
         if life.breaker.open_until is None:
@@ -274,7 +276,8 @@ class WorkerPool:
                 if life.unconfirmed_until is not None and now >= life.unconfirmed_until:
                     self.remove(worker_id)
             for life in self._tripped.values():
-                life.see(now)
+                if life.see(now):
+                    self._rosters.clear()
 
     def _roster_changed(self) -> None:
         self._rosters.clear()

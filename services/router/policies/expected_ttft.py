@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.router.candidates import Candidate
 from services.router.policies.sticking import MARGIN_SECONDS
-from services.router.policy import Candidate, Policy, Rng, Scores, TurnFacts, turns_in_flight
+from services.router.policy import Policy, Rng, Scores, TurnFacts, turns_in_flight
 
 _PER_TURN_SECONDS = 0.001
 """What a turn in flight is taken to cost the next one beyond any wait that shows:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.router.candidates import Candidate
 from services.router.policies import sticking
-from services.router.policy import Candidate, Policy, Rng, Scores, TurnFacts, turns_in_flight
+from services.router.policy import Policy, Rng, Scores, TurnFacts, turns_in_flight
 
 
 def _prefill(candidates: Sequence[Candidate], facts: TurnFacts, now: float, rng: Rng) -> Scores:

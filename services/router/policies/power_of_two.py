@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.router.candidates import Candidate
 from services.router.policies import sticking
 from services.router.policy import (
     LAST_RESORT,
-    Candidate,
     Policy,
     Rng,
     Scores,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.router.candidates import Candidate
 from services.router.policies import sticking
-from services.router.policy import Candidate, Policy, Rng, Scores, TurnFacts, turns_in_flight
+from services.router.policy import Policy, Rng, Scores, TurnFacts, turns_in_flight
 from services.router.rendezvous import draw
 
 _ABOVE_MEAN = 1.25
@@ -29,7 +30,7 @@ def _places(candidates: Sequence[Candidate], facts: TurnFacts) -> list[float]:
 
 
 def _place(candidate: Candidate, affinity: int) -> float:
-    return -0.5 - draw(candidate, affinity) * _TO_ONE
+    return -0.5 - draw(candidate.number, affinity) * _TO_ONE
 
 
 def _prefill(candidates: Sequence[Candidate], facts: TurnFacts, now: float, rng: Rng) -> Scores:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.router.policy import LAST_RESORT, Candidate, Scores, TurnFacts, turns_in_flight
+from services.router.candidates import Candidate
+from services.router.policy import LAST_RESORT, Scores, TurnFacts, turns_in_flight
 
 MARGIN_SECONDS = 0.02
 """A conversation does not move for less."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvloop.errors import KvloopError
-from services.router.policy import Candidate
+from services.router.candidates import Candidate
 from services.router.status import views
 from services.router.status.fleet import Fleet
 from services.router.status.journal import TurnJournal

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvloop.common.v1 import common_pb2
 from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
-from services.router.policy import Candidate
+from services.router.candidates import Candidate
 from services.router.status.entry import TurnEntry
 from services.router.status.fleet import Conversations
 from services.router.status.journal import Figures

@@ -14,9 +14,9 @@ from starlette.applications import Starlette
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import UnauthenticatedError, UnavailableError
 from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
+from services.router.candidates import Candidate
 from services.router.gateway import server
 from services.router.identity import Caller
-from services.router.policy import Candidate
 from services.router.status.entry import TurnEntry
 from services.router.status.feed import StatusFeed
 from services.router.status.fleet import Conversations

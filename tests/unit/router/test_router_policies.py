@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvloop.kvmeta.v1 import registry_pb2
 from services.router.breaker import BreakerState
+from services.router.candidates import Candidate, Roster
 from services.router.policies import POLICIES, PolicyName
-from services.router.policy import Candidate, DecodeChoice, PrefillChoice, Ranked, TurnFacts
+from services.router.policy import DecodeChoice, PrefillChoice, Ranked, TurnFacts
 from services.router.rendezvous import favourites
 from services.router.settings import RouterSettings
 from services.router.speeds import SpeedLines
@@ -52,7 +53,9 @@ def for_prefill(
     holder: registry_pb2.Worker | None = None,
     rng: Callable[[], float] = zero,
 ) -> PrefillChoice:
-    return PrefillChoice(POLICIES[name], candidates, D, holder, facts or TurnFacts(), NOW, rng)
+    return PrefillChoice(
+        POLICIES[name], Roster(candidates), D, holder, facts or TurnFacts(), NOW, rng
+    )
 
 
 def for_decode(
@@ -61,7 +64,7 @@ def for_decode(
     facts: TurnFacts | None = None,
     rng: Callable[[], float] = zero,
 ) -> DecodeChoice:
-    return DecodeChoice(POLICIES[name], candidates, facts or TurnFacts(), NOW, rng)
+    return DecodeChoice(POLICIES[name], Roster(candidates), facts or TurnFacts(), NOW, rng)
 
 
 def ids(ranking: Sequence[Ranked]) -> list[str]:
@@ -222,15 +225,15 @@ class TestPrefixAffinity:
 class TestFavourites:
     def test_who_stands_in_takes_over_when_the_favourite_cannot(self) -> None:
         workers = [prefill(name) for name in "abcde"]
-        first, second = favourites(workers, 4711)
+        first, second = favourites(Roster(workers), 4711)
         next(w for w in workers if w.worker_id == first).reachable = False
-        assert favourites(workers, 4711)[0] == second
+        assert favourites(Roster(workers), 4711)[0] == second
         next(w for w in workers if w.worker_id == first).reachable = True
-        assert favourites(reversed(workers), 4711) == (first, second)
+        assert favourites(Roster(reversed(workers)), 4711) == (first, second)
 
     def test_fewer_workers_fewer_favourites(self) -> None:
-        assert favourites([prefill("a")], 1) == ("a",)
-        assert favourites([draining(prefill("a"))], 1) == ()
+        assert favourites(Roster([prefill("a")]), 1) == ("a",)
+        assert favourites(Roster([draining(prefill("a"))]), 1) == ()
 
 
 class TestExpectedTtft:

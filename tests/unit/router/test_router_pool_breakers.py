@@ -27,10 +27,10 @@ async def test_a_worker_that_cannot_be_reached_is_avoided_until_its_cooldown_is_
     async with harness() as h:
         await h.pool.put(make_worker("a", PREFILL))
         h.fail("a")
-        assert not h.pool.candidates("tiny", PREFILL)[0].reachable
+        assert not h.pool.candidates("tiny", PREFILL).usable
         assert h.openings == 1
         h.now += 5
-        assert h.pool.candidates("tiny", PREFILL)[0].reachable
+        assert h.pool.candidates("tiny", PREFILL).usable
         assert h.pool.breakers(BreakerState.HALF_OPEN) == 1
 
 
@@ -40,7 +40,7 @@ async def test_one_turn_at_a_time_tries_a_worker_again() -> None:
         h.fail("a")
         h.now += 5
         with h.pool.use("a"):
-            assert not h.pool.candidates("tiny", PREFILL)[0].reachable
+            assert not h.pool.candidates("tiny", PREFILL).usable
             with h.pool.use("a"):  # as a last resort: no second probe, no verdict on the first
                 pass
         assert h.pool.breakers(BreakerState.CLOSED) == 1
@@ -65,7 +65,7 @@ async def test_a_probe_whose_caller_hangs_up_lets_the_next_turn_try() -> None:
         h.now += 5
         with pytest.raises(asyncio.CancelledError), h.pool.use("a"):
             raise asyncio.CancelledError
-        assert h.pool.candidates("tiny", PREFILL)[0].reachable
+        assert h.pool.candidates("tiny", PREFILL).usable
 
 
 async def test_failures_of_a_worker_that_can_be_reached_add_up() -> None:
@@ -78,9 +78,9 @@ async def test_failures_of_a_worker_that_can_be_reached_add_up() -> None:
             pass
         h.fail("a", failure)
         h.fail("a", failure)
-        assert h.pool.candidates("tiny", PREFILL)[0].reachable
+        assert h.pool.candidates("tiny", PREFILL).usable
         h.fail("a", failure)
-        assert not h.pool.candidates("tiny", PREFILL)[0].reachable
+        assert not h.pool.candidates("tiny", PREFILL).usable
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ async def test_a_decode_worker_is_well_again_at_the_first_chunk() -> None:
         facts = TurnFacts()
         with h.pool.use("a", facts):
             h.pool.first_chunk("a", facts)
-            assert h.pool.candidates("tiny", DECODE)[0].reachable
+            assert h.pool.candidates("tiny", DECODE).usable
 
 
 async def test_a_late_failure_of_an_earlier_life_says_nothing_of_the_new_one() -> None:
@@ -211,11 +211,12 @@ async def test_a_worker_that_drains_is_well_but_takes_no_turns() -> None:
     async with harness() as h:
         await h.pool.put(make_worker("a", DECODE))
         assert len(h.pool.models()[0].decode) == 1
+        assert h.pool.candidates("tiny", DECODE).usable
         with capture_logs() as logged:
             h.fail("a", UnavailableError("", reason="DRAINING"))
         assert logged == []
         assert is_reachable(h)
-        assert not h.pool.candidates("tiny", DECODE)[0].takes_turns
+        assert not h.pool.candidates("tiny", DECODE).usable
         assert h.pool.models()[0].decode == []
 
 

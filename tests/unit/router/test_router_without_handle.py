@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from services.router.candidates import Candidate, Roster
 from services.router.policies import POLICIES, PolicyName
-from services.router.policy import Candidate, PrefillChoice, TurnFacts
+from services.router.policy import PrefillChoice, TurnFacts
 from tests.flow.router.fakes import make_worker
 from tests.flow.router.stack import DECODE, PREFILL
 
@@ -26,7 +27,7 @@ def zero() -> float:
 
 def choice(facts: TurnFacts, *candidates: Candidate, holder=D) -> PrefillChoice:
     policy = POLICIES[PolicyName.EXPECTED_TTFT]
-    return PrefillChoice(policy, candidates, D, holder, facts, NOW, zero)
+    return PrefillChoice(policy, Roster(candidates), D, holder, facts, NOW, zero)
 
 
 def test_nothing_is_pullable_and_the_holder_has_served_the_conversation_last() -> None:
