@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import structlog
+
+from services.common.backoff import Backoff
 
 _log = structlog.get_logger(__name__)
 
@@ -57,6 +60,7 @@ class Supervisor:
         patience_seconds: how long they may take to end before they are killed.
         clock: seconds on a clock that never goes back.
         sleep: waits; for tests.
+        rng: random numbers in [0, 1), so that not all are started anew at once.
     """
 
     def __init__(
@@ -67,12 +71,14 @@ class Supervisor:
         patience_seconds: float,
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        rng: Callable[[], float] = random.random,
     ) -> None:
         self._count = count
         self._start = start
         self._patience_seconds = patience_seconds
         self._clock = clock
         self._sleep = sleep
+        self._rng = rng
         self._serving: dict[int, Child] = {}
         self._alive: dict[int, Child] = {}
         self._hangups = 0
@@ -111,7 +117,7 @@ class Supervisor:
             child.send_signal(signal.SIGHUP)
 
     async def _keep(self, number: int) -> None:
-        pause = _FIRST_PAUSE_SECONDS
+        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, rng=self._rng)
         while True:
             started = self._clock()
             try:
@@ -128,9 +134,8 @@ class Supervisor:
                     return
                 _log.error("process_ended", process=number, pid=child.pid, status=status)
             if self._clock() - started >= _STABLE_SECONDS:
-                pause = _FIRST_PAUSE_SECONDS
-            await self._sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                backoff.reset()
+            await self._sleep(backoff.next_seconds())
 
     async def _life(self, number: int, child: Child) -> int:
         """Follow a process to its end; its exit status."""

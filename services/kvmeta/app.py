@@ -74,7 +74,7 @@ async def build(
 
     Raises:
         OSError: an address cannot be bound, or a file cannot be read.
-        UnavailableError: the database cannot be reached.
+        UnavailableError: the database cannot be reached, or refuses kvmeta.
     """
     policy = settings.policy()
     tls = settings.server_tls()

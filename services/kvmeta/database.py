@@ -29,6 +29,7 @@ from services.kvmeta.sql.releases import start_revisions
 from services.kvmeta.sql.sqlite import open_sqlite
 from services.kvmeta.sql.store import SqlStore
 from services.kvmeta.sql.transactions import Transactions
+from services.kvmeta.startup_failures import startup_failures
 from services.kvmeta.store import Store
 from services.kvmeta.sweeper import keep_clock
 
@@ -59,7 +60,7 @@ async def open_store(
     """The store of `settings.database_url`, unless one is given.
 
     Raises:
-        UnavailableError: the database cannot be reached.
+        UnavailableError: the database cannot be reached, or refuses kvmeta.
     """
     if store is not None or settings.database_url == "memory:":
         clock = clock or LedgerClock(host.reading().wall_us, host.uptime_us(), host.uptime_us)
@@ -71,28 +72,44 @@ async def open_store(
         if shared:
             # A migration may take long, and the others wait for it.
             async with open_postgres(url, pool_size=1, answer_timeout_seconds=None) as patient:
-                await patient.write(schema.upgrade)
+                with startup_failures(url):
+                    await patient.write(schema.upgrade)
         transactions: Transactions = await stack.enter_async_context(
             open_postgres(url, pool_size=settings.postgres_pool_size)
             if shared
             else open_sqlite(Path(url.database or ""))
         )
-        if not shared:
-            await transactions.write(schema.upgrade)
-        if clock is not None:
-            yield OpenStore(SqlStore(transactions, clock, policy), clock, 0, None)
-            return
-        marks = SqlMarks(transactions, host, server_wall=shared)
-        mark, reading = await marks.load()
-        resumed = (resume_by_wall if shared else resume_on_same_host)(mark, reading)
-        if mark is None:
-            await transactions.write(partial(start_revisions, at_least=resumed.ledger_us))
-        ledger_clock = LedgerClock(resumed.ledger_us, reading.uptime_us, host.uptime_us)
-        store = SqlStore(transactions, ledger_clock, policy)
-        voided = 0
-        if not resumed.continuous:
-            # What was given out last, or how long ago, is not known: see ADR 0002.
-            voided = await store.void_all()
-            _log.warning("outstanding_handles_voided", handles=voided)
-        keep = partial(keep_clock, ledger_clock, marks, settings.clock_mark_seconds)
-        yield OpenStore(store, ledger_clock, voided, keep)
+        with startup_failures(url):
+            if not shared:
+                await transactions.write(schema.upgrade)
+            opened = (
+                OpenStore(SqlStore(transactions, clock, policy), clock, 0, None)
+                if clock is not None
+                else await _resumed(settings, policy, host, transactions, server_wall=shared)
+            )
+        yield opened
+
+
+async def _resumed(
+    settings: KvmetaSettings,
+    policy: Policy,
+    host: HostTime,
+    transactions: Transactions,
+    *,
+    server_wall: bool,
+) -> OpenStore:
+    """The store of a database whose clock goes on where it was left."""
+    marks = SqlMarks(transactions, host, server_wall=server_wall)
+    mark, reading = await marks.load()
+    resumed = (resume_by_wall if server_wall else resume_on_same_host)(mark, reading)
+    if mark is None:
+        await transactions.write(partial(start_revisions, at_least=resumed.ledger_us))
+    clock = LedgerClock(resumed.ledger_us, reading.uptime_us, host.uptime_us)
+    store = SqlStore(transactions, clock, policy)
+    voided = 0
+    if not resumed.continuous:
+        # What was given out last, or how long ago, is not known: see ADR 0002.
+        voided = await store.void_all()
+        _log.warning("outstanding_handles_voided", handles=voided)
+    keep = partial(keep_clock, clock, marks, settings.clock_mark_seconds)
+    return OpenStore(store, clock, voided, keep)

@@ -128,6 +128,8 @@ class KvmetaSettings(InternalTlsSettings, TracingSettings):
                 raise ValueError("a SQLite URL needs a file, as in sqlite:///kvmeta.db")
         elif url.get_backend_name() != "postgresql":
             raise ValueError(f"{url.get_backend_name()} is not supported; use sqlite or postgresql")
+        elif "sslmode" in url.query:
+            raise ValueError("sslmode is called ssl here, as in ?ssl=verify-full")
         return value
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ import asyncio
 
 import structlog
 
+from services.common import grpc_core  # noqa: F401, which comes before gRPC
 from services.common.process import load_settings
 from services.router import app, processes
 from services.router.serving import run, serve

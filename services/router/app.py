@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from kvloop import rpc
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from services.common import metrics_http, metrics_shares, rpc_server
+from services.common.backoff import Backoff
 from services.common.process import reload_all
 from services.router.admission import AdmissionLimits, TurnAdmission
 from services.router.breaker import BreakerLimits
@@ -40,7 +41,7 @@ from services.router.policies import POLICIES, PolicyName
 from services.router.policy import Rng
 from services.router.prefill_leg import PrefillLeg
 from services.router.reception import Reception
-from services.router.registry import Backoff, GrpcRegistry, Registry, RegistryFollower
+from services.router.registry import GrpcRegistry, Registry, RegistryFollower
 from services.router.reuse_watch import ReuseWatch
 from services.router.routing import Routes
 from services.router.service import RouterService
@@ -150,8 +151,9 @@ async def build(
         follower = RegistryFollower(
             registry or GrpcRegistry(kvmeta),
             pool,
-            backoff=Backoff(settings.registry_retry_seconds, settings.registry_retry_max_seconds),
-            rng=rng,
+            backoff=Backoff(
+                settings.registry_retry_seconds, settings.registry_retry_max_seconds, rng=rng
+            ),
         )
         following = tasks.create_task(follower.run(), name="follow registry")
         stack.callback(following.cancel)

@@ -138,6 +138,7 @@ class DecodeLeg:
         other = self._another(turn, worker)
         if other is None or not self._is_well(other):
             return worker
+        turn.move = self._routes.move(turn.request.model, turn.facts, other.worker_id)
         _log.info(
             "decode_moved",
             turn_id=turn.turn_id,
@@ -173,6 +174,9 @@ class DecodeLeg:
                 other = worker
             elif other is None:
                 raise error
+        turn.move = self._routes.move(
+            turn.request.model, turn.facts, other.worker_id, failed_id=worker.worker_id
+        )
         # Only if nobody can have read it.
         self._keep_params_if(turn, params_unused(error) and self._can_read(turn, other))
         return other

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvloop.common.v1 import common_pb2
 from services.router.breaker import BreakerState
+from services.router.moves import Move
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
@@ -87,6 +88,12 @@ class RouterMetrics:
             "kvloop_router_fallbacks",
             "Turns that did not go as planned, by cause.",
             ["cause"],
+            registry=registry,
+        )
+        self._moves = Counter(
+            "kvloop_router_turns_moved",
+            "Turns that left their conversation's decode worker for another, by reason.",
+            ["reason"],
             registry=registry,
         )
         self._returns = Counter(
@@ -176,6 +183,8 @@ class RouterMetrics:
             self._turns.labels(outcome.value)
         for fallback in Fallback:
             self._fallbacks.labels(fallback.value)
+        for move in Move:
+            self._moves.labels(move.value)
         for handle_return in HandleReturn:
             self._returns.labels(handle_return.value)
 
@@ -217,6 +226,10 @@ class RouterMetrics:
     def fell_back(self, cause: Fallback) -> None:
         """Count one departure from the plan."""
         self._fallbacks.labels(cause.value).inc()
+
+    def moved(self, reason: Move) -> None:
+        """Count one turn that left its conversation's decode worker."""
+        self._moves.labels(reason.value).inc()
 
     def handle_returned(self, outcome: HandleReturn) -> None:
         """Count one handle that was taken and not used."""

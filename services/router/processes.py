@@ -17,7 +17,11 @@ from pathlib import Path
 
 import structlog
 
-from services.common import metrics_http, metrics_shares
+from services.common import (
+    grpc_core,  # noqa: F401, which comes before gRPC
+    metrics_http,
+    metrics_shares,
+)
 from services.common.addresses import split_host_port
 from services.common.child_process import ParentLink, SpawnedChild
 from services.common.process import reload_on_hangup

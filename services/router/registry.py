@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -15,7 +13,7 @@ import structlog
 from kvloop.errors import KvloopError, OutOfRangeError, UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2, registry_pb2_grpc
 from kvloop.rpc import typed_errors
-from services.router.policy import Rng
+from services.common.backoff import Backoff
 from services.router.workers import WorkerPool
 
 _log = structlog.get_logger(__name__)
@@ -61,21 +59,6 @@ class GrpcRegistry:
         raise UnavailableError("the registry ended the watch")
 
 
-@dataclass(frozen=True)
-class Backoff:
-    """Pauses between attempts: doubling, with jitter."""
-
-    first_seconds: float
-    """Longest first pause."""
-    most_seconds: float
-    """Longest pause."""
-
-    def pause(self, failures: int, rng: Rng) -> float:
-        """Seconds to wait after that many failures in a row: half to all of the step."""
-        step = min(math.ldexp(self.first_seconds, min(failures - 1, 30)), self.most_seconds)
-        return step * (0.5 + rng() / 2)
-
-
 class RegistryFollower:
     """Applies the registry's changes to the pool, through outages of the registry.
 
@@ -83,13 +66,17 @@ class RegistryFollower:
     after the last change it has seen. If the registry does not remember that far
     back, it starts anew; workers that come back late are not dropped in between:
     see `WorkerPool.keep_only`.
+
+    Args:
+        registry: whose changes.
+        pool: what they are applied to.
+        backoff: paces attempts during an outage.
     """
 
-    def __init__(self, registry: Registry, pool: WorkerPool, *, backoff: Backoff, rng: Rng) -> None:
+    def __init__(self, registry: Registry, pool: WorkerPool, *, backoff: Backoff) -> None:
         self._registry = registry
         self._pool = pool
         self._backoff = backoff
-        self._rng = rng
         self._connected = False
         self._revision = 0
         self._seen: set[str] = set()
@@ -101,7 +88,7 @@ class RegistryFollower:
 
     async def run(self) -> None:
         """Follow until cancelled."""
-        failures = 0
+        outage_told = False
         while True:
             try:
                 await self._follow()
@@ -109,11 +96,10 @@ class RegistryFollower:
                 if isinstance(error, OutOfRangeError) and self._revision:
                     self._revision = 0
                     continue
-                failures = 1 if self._connected else failures + 1
-                if failures == 1:  # once per outage
+                if self._connected or not outage_told:
                     _log.warning("registry_lost", reason=error.reason, detail=error.message)
-                self._connected = False
-            await asyncio.sleep(self._backoff.pause(failures, self._rng))
+                self._connected, outage_told = False, True
+            await asyncio.sleep(self._backoff.next_seconds())
 
     async def _follow(self) -> None:
         if self._revision == 0:
@@ -137,4 +123,5 @@ class RegistryFollower:
             case _Change.TYPE_SYNCED:
                 self._pool.keep_only(self._seen)
                 self._connected = True
+                self._backoff.reset()
                 _log.info("registry_synced", workers=len(self._seen))

@@ -181,6 +181,7 @@ class TurnPipeline:
         )
         worker = self._routes.decode(turn.request.model, turn.facts)
         turn.decode_worker = worker
+        turn.move = self._routes.move(turn.request.model, turn.facts, worker.worker_id)
         if turn.request.options.single_leg_feature is None:
             await self._prefill.run(turn, opened)
         return worker

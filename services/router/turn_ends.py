@@ -85,6 +85,8 @@ class TurnEnds:
 
     def _ended(self, turn: Turn, outcome: Outcome, error: str = "") -> None:
         self._metrics.turn_ended(outcome)
+        if turn.move is not None:
+            self._metrics.moved(turn.move)
         if turn.span.recording:
             turn.span.tell(turn_attributes(turn, outcome.value))
         more = {"error": error} if error else {}
@@ -108,6 +110,7 @@ def _facts(turn: Turn) -> dict[str, object]:
         "turn_number": turn.number,
         "prefill_worker_id": turn.prefill_worker.worker_id if turn.prefill_worker else None,
         "decode_worker_id": turn.decode_worker.worker_id if turn.decode_worker else None,
+        "moved": turn.move.value if turn.move is not None else None,
         "handle_hit": turn.handle_hit,
         "miss_reason": common_pb2.MissReason.Name(receipt.miss_reason(turn)),
         "prompt_tokens": report.prompt_tokens or usage.prompt_tokens,

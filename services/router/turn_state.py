@@ -9,6 +9,7 @@ from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.common.tracing import Span, current
 from services.router.deadline import Deadline
+from services.router.moves import Move
 from services.router.policy import TurnFacts
 from services.router.request import TurnRequest
 
@@ -45,6 +46,8 @@ class Turn:
     turn has parted with; see `TurnFacts.without_handle`."""
     decode_worker: registry_pb2.Worker | None = None
     """Worker chosen for the decode leg."""
+    move: Move | None = None
+    """Why that is not the one that last served the conversation; None if it is."""
     prefill_worker: registry_pb2.Worker | None = None
     """Worker that ran the prefill leg; None if it was left out."""
     transfer_params: bytes = b""

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
+from services.common.backoff import Backoff
 from services.sim.spec import EngineSpec, Identity
-from services.worker.backoff import Backoff
 from services.worker.clock import Clock
 from services.worker.proof import CONTRACT_VERSION
 from services.worker.race import race

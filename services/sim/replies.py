@@ -14,15 +14,42 @@ from services.sim.tools import ToolCallReader, call_id
 
 Json = dict[str, Any]
 
+_CHAT, _CHAT_CHUNK, _COMPLETION = "chat.completion", "chat.completion.chunk", "text_completion"
+
 
 @dataclass(frozen=True)
 class Frame:
-    """What all chunks of one reply have in common."""
+    """What all replies and chunks have in common, of both endpoints."""
 
     id: str
     created: int
     model: str
     fingerprint: str
+
+    def chunk(self, kind: str, choices: list[Json]) -> Json:
+        """The members that every chunk and every reply begins with."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def usage_chunk(self, kind: str, usage: Usage) -> Json:
+        """The chunk at the end that carries usage."""
+        return self.chunk(kind, []) | {
+            "usage": usage.to_json(nulls=False),
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def whole(self, kind: str, choices: list[Json], usage: Usage) -> Json:
+        """The members that every reply in one piece begins with."""
+        return self.chunk(kind, choices) | {
+            "service_tier": None,
+            "system_fingerprint": self.fingerprint,
+            "usage": usage.to_json(nulls=True),
+        }
 
 
 @dataclass(frozen=True)
@@ -102,7 +129,8 @@ class ChatReplies:
         """One chunk per choice that names the role."""
         shown = list(self._prompt) if self._request.return_token_ids else None
         return [
-            self._envelope(
+            self._frame.chunk(
+                _CHAT_CHUNK,
                 [
                     {
                         "index": index,
@@ -110,7 +138,7 @@ class ChatReplies:
                         "logprobs": None,
                         "finish_reason": None,
                     }
-                ]
+                ],
             )
             | {"prompt_token_ids": shown, "prompt_text": None}
             for index in range(self._request.choices)
@@ -127,46 +155,27 @@ class ChatReplies:
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         choice["token_ids"] = delta.tokens if self._request.return_token_ids else None
-        chunk = self._envelope([choice])
+        chunk = self._frame.chunk(_CHAT_CHUNK, [choice])
         if delta.finish_reason is not None and not self._request.include_usage:
             chunk["system_fingerprint"] = self._frame.fingerprint
         return chunk
 
     def usage_chunk(self, usage: Usage) -> Json:
         """The chunk at the end that carries usage."""
-        return self._envelope([]) | {
-            "usage": usage.to_json(nulls=False),
-            "system_fingerprint": self._frame.fingerprint,
-        }
+        return self._frame.usage_chunk(_CHAT_CHUNK, usage)
 
     def whole(
         self, choices: Sequence[Choice], usage: Usage, params: Mapping[str, Any] | None
     ) -> Json:
         """The reply in one piece."""
-        return {
-            "id": self._frame.id,
-            "object": "chat.completion",
-            "created": self._frame.created,
-            "model": self._frame.model,
-            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
-            "service_tier": None,
-            "system_fingerprint": self._frame.fingerprint,
-            "usage": usage.to_json(nulls=True),
+        written = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
+        return self._frame.whole(_CHAT, written, usage) | {
             "prompt_logprobs": None,
             "prompt_token_ids": list(self._prompt) if self._request.return_token_ids else None,
             "prompt_text": None,
             "kv_transfer_params": params,
             "ec_transfer_params": None,
             "metrics": None,
-        }
-
-    def _envelope(self, choices: list[Json]) -> Json:
-        return {
-            "id": self._frame.id,
-            "object": "chat.completion.chunk",
-            "created": self._frame.created,
-            "model": self._frame.model,
-            "choices": choices,
         }
 
     def _delta(self, index: int, delta: Delta) -> Json:
@@ -262,7 +271,8 @@ class CompletionReplies:
                 delta.tokens, delta.digests, self._request.logprobs, offset=self._offsets[index]
             )
         self._offsets[index] += len(text)
-        chunk = self._envelope(
+        chunk = self._frame.chunk(
+            _COMPLETION,
             [
                 {
                     "index": index,
@@ -273,7 +283,7 @@ class CompletionReplies:
                     "prompt_token_ids": prompt_ids,
                     "token_ids": delta.tokens if self._request.return_token_ids else None,
                 }
-            ]
+            ],
         )
         if delta.finish_reason is not None and not self._request.include_usage:
             chunk["system_fingerprint"] = self._frame.fingerprint
@@ -281,36 +291,17 @@ class CompletionReplies:
 
     def usage_chunk(self, usage: Usage) -> Json:
         """The chunk at the end that carries usage."""
-        return self._envelope([]) | {
-            "usage": usage.to_json(nulls=False),
-            "system_fingerprint": self._frame.fingerprint,
-        }
+        return self._frame.usage_chunk(_COMPLETION, usage)
 
     def whole(
         self, choices: Sequence[Choice], usage: Usage, params: Mapping[str, Any] | None
     ) -> Json:
         """The reply in one piece."""
-        return {
-            "id": self._frame.id,
-            "object": "text_completion",
-            "created": self._frame.created,
-            "model": self._frame.model,
-            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
-            "service_tier": None,
-            "system_fingerprint": self._frame.fingerprint,
-            "usage": usage.to_json(nulls=True),
+        written = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
+        return self._frame.whole(_COMPLETION, written, usage) | {
             "kv_transfer_params": params,
             "ec_transfer_params": None,
             "metrics": None,
-        }
-
-    def _envelope(self, choices: list[Json]) -> Json:
-        return {
-            "id": self._frame.id,
-            "object": "text_completion",
-            "created": self._frame.created,
-            "model": self._frame.model,
-            "choices": choices,
         }
 
     def _whole_choice(self, index: int, choice: Choice) -> Json:

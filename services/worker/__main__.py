@@ -7,6 +7,7 @@ import sys
 
 import structlog
 
+from services.common import grpc_core  # noqa: F401, which comes before gRPC
 from services.common.process import (
     load_settings,
     reload_on_hangup,

@@ -16,9 +16,9 @@ from kvloop.errors import (
     PreconditionError,
     UnavailableError,
 )
+from services.common.backoff import Backoff
 from services.common.span_attributes import RETAINED_TOKENS
 from services.common.tracing import child_span
-from services.worker.backoff import Backoff
 from services.worker.clock import Clock
 from services.worker.event_hub import EventHub, FinishedTurn, TurnWatch
 from services.worker.ledger import Commit, Conversation, Ledger

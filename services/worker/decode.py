@@ -59,6 +59,8 @@ class DecodeSummary:
 
     usage: Usage
     commit: CommitResult
+    chunks: list[bytes]
+    """Those that end the answer; none if it had no end."""
 
 
 class _Reader(Protocol):
@@ -112,10 +114,10 @@ class DecodeLeg:
         """Run one leg: chunks as the engine wrote them, or its one reply, then the summary.
 
         Chunks that arrived together come together, and nothing waits for more of
-        them. The chunk that ends the answer, and what follows it, is held back until
-        the turn's handle is in the ledger or surely will not be, so that
-        whoever has the whole answer can use the handle. Closing the iterator
-        aborts the engine's request.
+        them. The chunk that ends the answer is held back until the turn's handle is
+        in the ledger or surely will not be, so that whoever has the whole answer can
+        use the handle; then it comes with the summary, as engines write nothing more
+        but the usage. Closing the iterator aborts the engine's request.
 
         Raises:
             InvalidFieldError: the body or the params are at fault.
@@ -136,11 +138,12 @@ class DecodeLeg:
         usage = Usage()
         commit: CommitResult | None = None
         answer = form.reader() if order.history and retain else None
+        ready: list[bytes] = []
+        ending: list[bytes] = []
         with self._hub.watch(order.turn_id) as watch:
-            async with aclosing(self._arrivals(order, body, form)) as arrivals:
-                async for arrived in arrivals:
-                    ready: list[bytes] = []
-                    try:
+            try:
+                async with aclosing(self._arrivals(order, body, form)) as arrivals:
+                    async for arrived in arrivals:
                         for chunk in arrived:
                             usage = chunk.usage or usage
                             if answer is not None:
@@ -150,18 +153,23 @@ class DecodeLeg:
                                     yield ready
                                     ready = []
                                 commit = await self._commit(watch, order, retain, answer)
-                            if forward_usage or not chunk.only_usage:
+                            if not (chunk.ends_answer or chunk.only_usage):
+                                ready += ending  # it was the end of one choice of several
                                 ready.append(chunk.json)
-                    except KvloopError:
-                        if ready:  # what came before the error
+                                ending = []
+                            elif forward_usage or not chunk.only_usage:
+                                ending.append(chunk.json)
+                        if ready:
                             yield ready
-                        raise
-                    if ready:
-                        yield ready
+                            ready = []
+            except KvloopError:
+                if ready or ending:  # what came before the error
+                    yield ready + ending
+                raise
             if commit is None:
                 commit = await self._commit(watch, order, retain, answer)
         self._metrics.commits.labels(outcome=commit.outcome).inc()
-        yield DecodeSummary(usage, commit)
+        yield DecodeSummary(usage, commit, ending)
 
     async def _arrivals(
         self, order: DecodeOrder, body: bytes, form: _Form

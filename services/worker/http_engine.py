@@ -25,6 +25,11 @@ KEEP_ALIVE_SECONDS = 2.0
 """How long idle connections are kept by default. Shorter than vLLM's own 5 s, so that
 a request never goes out on a connection that the engine is closing."""
 
+ENGINE_ASKED = "engine_asked"
+"""Event of a leg's span: the request is about to be written."""
+ENGINE_ANSWERED = "engine_answered"
+"""Event of a leg's span: the reply, or the first event of a stream, is read."""
+
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 _KV_USAGE = "vllm:kv_cache_usage_perc"
@@ -60,18 +65,24 @@ class HttpEngine:
 
     async def complete(self, api: Api, body: bytes) -> bytes:
         """Send a request and return the whole reply."""
+        span = tracing.current()
+        span.event(ENGINE_ASKED)
         with self._typed_errors():
             async with self._session.post(
-                self._url + api, data=_payload(body), headers=tracing.current().headers()
+                self._url + api, data=_payload(body), headers=span.headers()
             ) as reply:
-                return await _read(reply)
+                answer = await _read(reply)
+        span.event(ENGINE_ANSWERED)
+        return answer
 
     @asynccontextmanager
     async def stream(self, api: Api, body: bytes) -> AsyncIterator[AsyncIterator[Sequence[bytes]]]:
         """Send a request and receive its events as they come."""
+        span = tracing.current()
+        span.event(ENGINE_ASKED)
         with self._typed_errors():
             reply = await self._session.post(
-                self._url + api, data=_payload(body), headers=tracing.current().headers()
+                self._url + api, data=_payload(body), headers=span.headers()
             )
         try:
             if reply.status >= 400:
@@ -122,10 +133,13 @@ class HttpEngine:
     async def _events(
         self, reply: aiohttp.ClientResponse, api: Api
     ) -> AsyncGenerator[Sequence[bytes], None]:
-        parser = SseParser()
+        parser, told = SseParser(), False
         with self._typed_errors():
             async for received in reply.content.iter_any():
                 if events := parser.feed(received):
+                    if not told:
+                        told = True
+                        tracing.current().event(ENGINE_ANSWERED)
                     yield events
                     if events[-1] == DONE:
                         await _drain(reply)

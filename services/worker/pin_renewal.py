@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from kvloop.errors import KvloopError
-from services.worker.backoff import Backoff
+from services.common.backoff import Backoff
 from services.worker.clock import Clock
 from services.worker.event_hub import EventHub
 from services.worker.event_messages import EngineRef, Hello, Message, Pins, Renewed

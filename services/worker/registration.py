@@ -10,7 +10,7 @@ import structlog
 
 from kvloop.errors import InvalidFieldError, KvloopError, PreconditionError
 from kvloop.kvmeta.v1 import registry_pb2
-from services.worker.backoff import Backoff
+from services.common.backoff import Backoff
 from services.worker.clock import Clock
 from services.worker.event_hub import EventHub
 from services.worker.event_messages import EngineRef, Hello

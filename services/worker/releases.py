@@ -12,7 +12,7 @@ import structlog
 from kvloop import rpc
 from kvloop.errors import KvloopError, OutOfRangeError
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
-from services.worker.backoff import Backoff
+from services.common.backoff import Backoff
 from services.worker.clock import Clock
 from services.worker.event_hub import EventHub
 from services.worker.event_messages import EngineRef, request_id_of

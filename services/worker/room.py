@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from kvloop.errors import KvloopError
-from services.worker.backoff import Backoff
+from services.common.backoff import Backoff
 from services.worker.budget import (
     BlockShares,
     BlockUse,

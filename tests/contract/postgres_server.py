@@ -70,6 +70,11 @@ class PostgresServer:
         """Stop the server; mode `immediate` is a crash."""
         self._run("pg_ctl", "stop", "--wait", f"--mode={mode}")
 
+    def admit(self, rules: str) -> None:
+        """Let in whom these lines of pg_hba.conf let in; open connections stay."""
+        (self._data / "pg_hba.conf").write_text(rules)
+        self._run("pg_ctl", "reload")
+
     def pause(self) -> None:
         """Let it hang: it neither answers nor refuses."""
         self._signal_all(signal.SIGSTOP)

@@ -9,14 +9,14 @@ import sqlalchemy as sa
 
 from kvloop.errors import UnavailableError
 from services.kvmeta.sql.postgres import open_postgres
-from tests.contract.vanishing_link import vanishing_link
+from tests.contract.vanishing_link import VanishingLink
 
 ONE = sa.text("SELECT 1")
 
 
 async def test_connections_whose_server_vanished_are_replaced(postgres) -> None:
     directory = sa.make_url(postgres.url).query["host"]
-    async with vanishing_link(Path(str(directory)) / ".s.PGSQL.5432") as link:
+    async with VanishingLink(Path(str(directory)) / ".s.PGSQL.5432") as link:
         url = sa.make_url(f"postgresql://kvloop@127.0.0.1:{link.port}/postgres")
         async with open_postgres(url, pool_size=2, answer_timeout_seconds=0.3) as transactions:
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 from kvloop.stack.ports import LOOPBACK
+from tests.links import Link, Passing, to_port
 
 _TURN = b"POST /v1/completions"
 _EVENT = b"data: "
@@ -39,8 +40,8 @@ class Hold:
         await self._released.wait()
 
 
-class EngineLink:
-    """A TCP relay in front of an engine's HTTP server.
+class EngineLink(Link):
+    """A relay in front of an engine's HTTP server.
 
     What is held is passed on in the end, whether or not the sidecar that sent it
     lives by then: a network does the same.
@@ -50,25 +51,13 @@ class EngineLink:
     """
 
     def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+        super().__init__(to_port(target_port))
         self._awaited: deque[Hold] = deque()
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks = asyncio.TaskGroup()
-        self._server: asyncio.Server | None = None
-        self.url = ""
 
-    async def __aenter__(self) -> EngineLink:
-        await self._tasks.__aenter__()
-        self._server = await asyncio.start_server(self._accept, LOOPBACK, 0)
-        self.url = f"http://{LOOPBACK}:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        await self._tasks.__aexit__(None, None, None)
+    @property
+    def url(self) -> str:
+        """Where the engine seems to be."""
+        return f"http://{LOOPBACK}:{self.port}"
 
     @contextmanager
     def hold(self, events: int = REQUEST) -> Iterator[Hold]:
@@ -85,24 +74,10 @@ class EngineLink:
         finally:
             hold.release()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._tasks.create_task(self._relay(reader, writer), name="engine link")
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            far_reader, far_writer = await asyncio.open_connection(LOOPBACK, self._target_port)
-        except OSError:
-            writer.transport.abort()
-            return
+    def passing(self) -> tuple[Passing, Passing]:
+        """Everything; what is to be held, later."""
         connection = _Connection(self._awaited)
-        both = {writer, far_writer}
-        self._writers |= both
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(connection.pass_requests(reader, far_writer))
-                tasks.create_task(connection.pass_replies(far_reader, writer))
-        finally:
-            self._writers -= both
+        return connection.requests, connection.replies
 
 
 class _Connection:
@@ -114,20 +89,11 @@ class _Connection:
         """Of the reply to come."""
         self._passed = 0
 
-    async def pass_requests(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def requests(self, data: bytes) -> AsyncIterator[bytes]:
         """From the sidecar to the engine."""
-        try:
-            while data := await reader.read(65536):
-                if data.startswith(_TURN):
-                    await self._meet()
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
+        if data.startswith(_TURN):
+            await self._meet()
+        yield data
 
     async def _meet(self) -> None:
         self._hold = None
@@ -139,25 +105,16 @@ class _Connection:
         else:
             self._hold, self._passed = hold, 0
 
-    async def pass_replies(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def replies(self, data: bytes) -> AsyncIterator[bytes]:
         """From the engine to the sidecar."""
-        try:
-            while data := await reader.read(65536):
-                if (hold := self._hold) is not None:
-                    at = _start_of_event(data, hold.events - self._passed) if hold.events else 0
-                    self._passed += data.count(_EVENT)
-                    if at >= 0:
-                        writer.write(data[:at])
-                        await hold.pause()
-                        self._hold, data = None, data[at:]
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
+        if (hold := self._hold) is not None:
+            at = _start_of_event(data, hold.events - self._passed) if hold.events else 0
+            self._passed += data.count(_EVENT)
+            if at >= 0:
+                yield data[:at]
+                await hold.pause()
+                self._hold, data = None, data[at:]
+        yield data
 
 
 def _start_of_event(data: bytes, number: int) -> int:

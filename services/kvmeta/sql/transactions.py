@@ -17,9 +17,9 @@ _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-# SQLSTATE classes: connection, rolled back for another, no resources, not in a
-# state to, operator intervention (shutdown, time limits).
-_AWAY = frozenset({"08", "40", "53", "55", "57"})
+# SQLSTATE classes: connection, login refused, no such database, rolled back for
+# another, no resources, not in a state to, operator intervention (shutdown, time limits).
+_AWAY = frozenset({"08", "28", "3D", "40", "53", "55", "57"})
 
 Work = Callable[[sa.Connection], T]
 """What runs inside a transaction. It may run again if the first run was rolled

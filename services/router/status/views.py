@@ -72,7 +72,9 @@ def _worker(entry: registry_pb2.WorkerEntry, candidate: Candidate | None) -> Jso
 
 
 def _state(worker: registry_pb2.Worker, candidate: Candidate | None) -> str:
-    if worker.state == registry_pb2.Worker.STATE_DRAINING:
+    # A worker that refuses this router's legs drains, before the registry says so.
+    refuses = candidate is not None and not candidate.takes_turns
+    if refuses or worker.state == registry_pb2.Worker.STATE_DRAINING:
         return "draining"
     if candidate is None:
         return "unknown to this router"

@@ -15,9 +15,9 @@ from kvloop.errors import (
     KvloopError,
     UnavailableError,
 )
-from tests.flow.router.breakable_link import BreakableLink
 from tests.flow.router.fakes import eventually, raises, waits
 from tests.flow.router.stack import Stack, chat_request, running
+from tests.links import Link, to_port
 
 UNREACHABLE = UnavailableError("no engine", reason="ENGINE_UNREACHABLE")
 DRAINING = UnavailableError("draining", reason="DRAINING")
@@ -212,7 +212,7 @@ async def test_a_worker_that_cannot_be_reached_is_named_without_its_address() ->
 async def test_connection_that_breaks_mid_answer_ends_it() -> None:
     async with running() as stack:
         _, _, port = stack["d0"].worker.address.rpartition(":")
-        async with BreakableLink(int(port)) as link:
+        async with Link(to_port(int(port))) as link:
             stack["d0"].worker.address = f"127.0.0.1:{link.port}"
             stack.registry.add(stack["d0"].worker)
             await eventually(lambda: _address(stack) == stack["d0"].worker.address)

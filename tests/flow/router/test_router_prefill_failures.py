@@ -15,9 +15,9 @@ from kvloop.errors import (
     PreconditionError,
     UnavailableError,
 )
-from tests.flow.router.breakable_link import BreakableLink
 from tests.flow.router.fakes import eventually, raises, waits
 from tests.flow.router.stack import Stack, running
+from tests.links import Link, to_port
 
 UNREACHABLE = UnavailableError("no engine", reason="ENGINE_UNREACHABLE")
 DRAINING = UnavailableError("draining", reason="DRAINING")
@@ -136,7 +136,7 @@ async def test_connection_that_breaks_under_the_call_spends_the_handle() -> None
     async with running(prefill=["p0", "p1"]) as stack:
         stack.give_handle("c", "d0")
         _, _, port = stack["p0"].worker.address.rpartition(":")
-        async with BreakableLink(int(port)) as link:
+        async with Link(to_port(int(port))) as link:
             stack["p0"].prefill_steps = [waits(asyncio.Event())]
             linked = stack["p0"].worker
             linked.address = f"127.0.0.1:{link.port}"

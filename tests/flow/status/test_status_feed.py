@@ -9,6 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvloop.kvmeta.v1 import registry_pb2
+from services.router.candidates import Candidate
+from services.router.status import views
 from services.router.status.feed import StatusFeed
 from services.router.status.journal import TurnJournal
 from tests.flow.status.scenes import (
@@ -61,6 +64,23 @@ async def test_the_feed_shows_workers_conversations_and_turns(
     assert parts["figures"][-1]["hit_rate"] == 1.0
     assert parts["ledger"] == {"reachable": True, "reason": ""}
     assert "tenant" not in parts["turns"][0]
+
+
+@pytest.mark.parametrize("registered", ["STATE_ACTIVE", "STATE_DRAINING"])
+def test_a_worker_drains_once_the_registry_or_the_worker_itself_says_so(registered: str) -> None:
+    entry = worker("decode", 1)
+    entry.worker.state = registry_pb2.Worker.State.Value(registered)
+    active = registry_pb2.Worker.STATE_ACTIVE
+    refusing = Candidate(worker("decode", 1).worker)
+    refusing.takes_turns = False
+    taking = Candidate(worker("decode", 1).worker)
+
+    def shown(candidate: Candidate) -> list[str]:
+        return [one["state"] for one in views.workers([entry], {"decode-1": candidate})]
+
+    assert shown(refusing) == ["draining"]
+    assert shown(taking) == ["active" if entry.worker.state == active else "draining"]
+    assert [one["state"] for one in views.seen_only({"decode-1": refusing})] == ["draining"]
 
 
 async def test_a_key_shows_its_own_tenant_only(session: aiohttp.ClientSession) -> None:

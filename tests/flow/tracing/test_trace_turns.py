@@ -119,7 +119,9 @@ async def test_the_log_names_the_trace_of_a_turn(tmp_path: Path) -> None:
 
 
 def _check_engines(sink: Collector, seen: list[Mapping[str, str]]) -> None:
-    """Each engine's spans would hang below those of its own sidecar."""
+    """Each engine's spans would hang below those of its own sidecar, which time it."""
+    for service, name in (("kvloop-prefill", "prefill"), ("kvloop-decode", "decode")):
+        assert sink.one(service, name).events == ["engine_asked", "engine_answered"]
     assert [headers["traceparent"] for headers in seen] == [
         f"00-{TRACE}-{sink.one(service, name).span_id}-01"
         for service, name in (("kvloop-prefill", "prefill"), ("kvloop-decode", "decode"))

@@ -64,6 +64,7 @@ class World:
             patience_seconds=0.05,
             clock=lambda: self.now,
             sleep=self._sleep,
+            rng=lambda: 1.0,
         )
 
     def _start(self, number: int) -> FakeChild:

@@ -24,6 +24,7 @@ from services.kvmeta.metrics import CommitOutcome as LedgerCommitOutcome
 from services.kvmeta.metrics import KvmetaMetrics
 from services.router.breaker import BreakerState
 from services.router.metrics import Fallback, HandleReturn, Outcome, RouterMetrics
+from services.router.moves import Move
 from services.worker.budget import Shortage
 from services.worker.commits import CommitOutcome
 from services.worker.engine import Api
@@ -65,6 +66,7 @@ LABEL_VALUES = {
     ("kvloop_router_turns", "outcome"): _words(Outcome),
     ("kvloop_router_misses", "reason"): _miss_reasons(),
     ("kvloop_router_fallbacks", "cause"): _words(Fallback),
+    ("kvloop_router_turns_moved", "reason"): _words(Move),
     ("kvloop_router_handle_returns", "outcome"): _words(HandleReturn),
     ("kvloop_router_prompt_tokens", "source"): _listed(["pulled", "cached", "recomputed"]),
     ("kvloop_router_breakers", "state"): _words(BreakerState),

@@ -26,6 +26,7 @@ def test_the_defaults_are_valid() -> None:
         ("metrics_listen", "localhost", "host:port"),
         ("database_url", "kvmeta.db", "not a database URL"),
         ("database_url", "mysql://host/name", "not supported"),
+        ("database_url", "postgresql://host/name?sslmode=require", "is called ssl"),
         ("database_url", "sqlite://", "needs a file"),
         ("database_url", "sqlite:///:memory:", "needs a file"),
         ("lease_ttl_seconds", 1000, "max_lease_ttl_seconds"),
@@ -48,6 +49,7 @@ def test_a_wrong_value_is_refused_with_its_reason(field, value, text) -> None:
         "sqlite:///kvmeta.db",
         "sqlite+aiosqlite:////var/lib/kvmeta.db",
         "postgresql://kvloop@db/kvloop",
+        "postgresql://kvloop@db/kvloop?ssl=verify-full",
         "postgresql+asyncpg://kvloop:secret@db:5432/kvloop",
     ],
 )

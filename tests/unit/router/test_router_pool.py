@@ -16,8 +16,9 @@ from kvloop.errors import (
     UnavailableError,
 )
 from kvloop.kvmeta.v1 import registry_pb2
+from services.common.backoff import Backoff
 from services.router.policy import TurnFacts
-from services.router.registry import Backoff, RegistryFollower
+from services.router.registry import RegistryFollower
 from tests.flow.router.fakes import eventually, make_worker
 from tests.flow.router.stack import DECODE, PREFILL
 from tests.unit.router.pool_harness import Harness, harness
@@ -180,9 +181,7 @@ SYNCED = Change(type=Change.TYPE_SYNCED)
 @asynccontextmanager
 async def following(registry: ScriptedRegistry) -> AsyncIterator[tuple[Harness, RegistryFollower]]:
     async with harness() as h, asyncio.TaskGroup() as tasks:
-        follower = RegistryFollower(
-            registry, h.pool, backoff=Backoff(0.001, 0.002), rng=lambda: 0.5
-        )
+        follower = RegistryFollower(registry, h.pool, backoff=Backoff(0.001, 0.002))
         task = tasks.create_task(follower.run())
         yield h, follower
         task.cancel()
@@ -245,10 +244,3 @@ async def test_an_outage_is_logged_once() -> None:
             await eventually(lambda: registry.watches == 5)
     events = [entry["event"] for entry in logged if entry["event"].startswith("registry_")]
     assert events == ["registry_synced", "registry_lost", "registry_synced"]
-
-
-def test_backoff_doubles_up_to_its_bound_with_jitter() -> None:
-    backoff = Backoff(0.1, 2.0)
-    assert [backoff.pause(n, lambda: 1.0) for n in (1, 2, 3)] == pytest.approx([0.1, 0.2, 0.4])
-    assert backoff.pause(1000, lambda: 1.0) == 2.0
-    assert backoff.pause(1000, lambda: 0.0) == 1.0

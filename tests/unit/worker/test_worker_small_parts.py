@@ -9,7 +9,6 @@ import pytest
 from kvloop.durations import to_duration, to_seconds
 from kvloop.errors import UnavailableError
 from services.worker.admission import Admission
-from services.worker.backoff import Backoff
 from services.worker.metrics import WorkerMetrics
 from services.worker.tasks import background_tasks
 
@@ -75,15 +74,6 @@ async def test_several_errors_stay_together() -> None:
 async def test_results_of_background_tasks_can_be_awaited() -> None:
     async with background_tasks() as tasks:
         assert await tasks.start(asyncio.sleep(0, "result"), name="quick") == "result"
-
-
-def test_pauses_double_up_to_a_limit_and_begin_again() -> None:
-    backoff = Backoff(1.0, 4.0)
-    pauses = [backoff.next_seconds() for _ in range(5)]
-    for pause, longest in zip(pauses, [1, 2, 4, 4, 4], strict=True):
-        assert longest / 2 <= pause <= longest
-    backoff.reset()
-    assert backoff.next_seconds() <= 1.0
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.25, 479.123456789, 86400.0])
