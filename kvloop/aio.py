@@ -48,11 +48,12 @@ class AsyncAnswer(AsyncIterator[Chunk]):
         self._assembler = Assembler()
         self._ready: deque[Chunk] = deque()
         self._closed = False
+        self._ended = False
 
     async def __anext__(self) -> Chunk:
         if self._ready:
             return self._ready.popleft()
-        if self._closed or self._assembler.completion is not None:
+        if self._closed or self._ended:
             raise StopAsyncIteration
         try:
             with rpc.typed_errors():
@@ -63,6 +64,7 @@ class AsyncAnswer(AsyncIterator[Chunk]):
         except BaseException:  # cancellation included: leave no engine working for nobody
             self.close()
             raise
+        self._ended = True
         self._assembler.finished()
         raise StopAsyncIteration
 

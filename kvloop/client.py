@@ -57,11 +57,12 @@ class Answer(Iterator[Chunk]):
         self._assembler = Assembler()
         self._ready: deque[Chunk] = deque()
         self._closed = False
+        self._ended = False
 
     def __next__(self) -> Chunk:
         if self._ready:
             return self._ready.popleft()
-        if self._closed or self._assembler.completion is not None:
+        if self._closed or self._ended:
             raise StopIteration
         try:
             with rpc.typed_errors():
@@ -72,6 +73,7 @@ class Answer(Iterator[Chunk]):
         except BaseException:  # Ctrl-C included: leave no engine working for nobody
             self.close()
             raise
+        self._ended = True
         self._assembler.finished()
         raise StopIteration
 

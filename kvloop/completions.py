@@ -142,7 +142,7 @@ class Assembler:
         """Take one event of the stream.
 
         Returns:
-            Its chunks; none if the event was the last one.
+            Its chunks; the last event may have none.
 
         Raises:
             InternalError: a chunk cannot be read.
@@ -152,7 +152,10 @@ class Assembler:
                 self.completion = self._finish(response.result)
                 return []
             case "batch":
-                return [self._add(chunk) for chunk in response.batch.chunks_json]
+                chunks = [self._add(chunk) for chunk in response.batch.chunks_json]
+                if response.batch.HasField("result"):
+                    self.completion = self._finish(response.batch.result)
+                return chunks
             case _:
                 return [self._add(response.chunk.json)]
 

@@ -6,39 +6,58 @@ differences of these pairs are told: what drifts between repetitions falls out o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from kvloop.bench.samples import Run, Shape
 from kvloop.bench.stats import percentile
 from kvloop.bench.turns import TurnResult
 
-_PAIRS = (("on", "bare-on"), ("off", "bare-off"))
+WAYS = ("on", "off")
+"""Names of the variants that may have a bare one beside them."""
 
 
-def added(run: Run) -> list[str]:
-    """One sentence for each way that has a bare one beside it.
+def bare_pairs(run: Run, reuse: str) -> list[tuple[TurnResult, TurnResult]]:
+    """The last turns of one way, each with the bare one of its repetition.
+
+    Args:
+        run: rounds with variants such as "on" and "bare-on".
+        reuse: name of the way, "on" or "off".
+    """
+    ours, bare = _last_turns(run, reuse), _last_turns(run, f"bare-{reuse}")
+    return [(ours[key], bare[key]) for key in ours if key in bare]
+
+
+def added(run: Run, traced: Collection[str] = ()) -> list[str]:
+    """One sentence for each way that has a bare one beside it, and one for its traced turns.
 
     Args:
         run: rounds with variants "on" and "off", "bare-on" and "bare-off".
+        traced: record ids of turns that were traced, which itself takes time.
     """
     found = []
-    for name, bare_name in _PAIRS:
-        ours, bare = _last_turns(run, name), _last_turns(run, bare_name)
-        both = [(ours[key], bare[key]) for key in ours if key in bare]
-        if not both:
-            continue
-        whole = [(one.ttft_seconds - other.ttft_seconds) * 1e3 for one, other in both]
-        legs = [(_legs(one) - _legs(other)) * 1e3 for one, other in both]
-        outside = [one.outside_legs_seconds * 1e3 for one, _ in both]
-        base = percentile([other.ttft_seconds * 1e3 for _, other in both], 0.5)
-        low, middle, high = (percentile(whole, share) for share in (0.25, 0.5, 0.75))
-        found.append(
-            f"kvloop adds {middle:.1f} ms (quartiles {low:.1f} to {high:.1f}, {len(both)} pairs) "
-            f"to the bare protocol's {base:.1f} ms with reuse {name}: "
-            f"{percentile(legs, 0.5):+.1f} ms in the legs, "
-            f"{percentile(outside, 0.5):.1f} ms outside them"
-        )
+    for reuse in WAYS:
+        pairs = bare_pairs(run, reuse)
+        for words, both in (
+            ("", [pair for pair in pairs if pair[0].record_id not in traced]),
+            ("traced, ", [pair for pair in pairs if pair[0].record_id in traced]),
+        ):
+            if both:
+                found.append(words + _sentence(both, reuse))
     return found
+
+
+def _sentence(both: Sequence[tuple[TurnResult, TurnResult]], reuse: str) -> str:
+    whole = [(one.ttft_seconds - other.ttft_seconds) * 1e3 for one, other in both]
+    legs = [(_legs(one) - _legs(other)) * 1e3 for one, other in both]
+    outside = [one.outside_legs_seconds * 1e3 for one, _ in both]
+    base = percentile([other.ttft_seconds * 1e3 for _, other in both], 0.5)
+    low, middle, high = (percentile(whole, share) for share in (0.25, 0.5, 0.75))
+    return (
+        f"kvloop adds {middle:.1f} ms (quartiles {low:.1f} to {high:.1f}, {len(both)} pairs) "
+        f"to the bare protocol's {base:.1f} ms with reuse {reuse}: "
+        f"{percentile(legs, 0.5):+.1f} ms in the legs, "
+        f"{percentile(outside, 0.5):.1f} ms outside them"
+    )
 
 
 def _last_turns(run: Run, variant: str) -> Mapping[tuple[object, ...], TurnResult]:

@@ -47,6 +47,8 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 
+BARE = "-bare"
+"""Ends the names of pairs on which the bare protocol runs."""
 _TCP = {"UCX_TLS": "tcp,cuda_copy,self"}
 """What UCX falls back to where it sees no NVLink and may not use cuda_ipc."""
 
@@ -69,6 +71,7 @@ class EnginePair:
         gpus: ids of the GPUs to spread the two over; empty for one GPU.
         pull_guard: whether pulls that would take longer than computing are held back.
             Off for models so small that computing anything is faster.
+        traced: whether kvloop's services send spans of turns that ask for it.
     """
 
     name: str
@@ -82,6 +85,7 @@ class EnginePair:
     env: Mapping[str, str] = field(default_factory=lambda: dict(_ENVIRONMENT))
     gpus: tuple[str, ...] = ()
     pull_guard: bool = True
+    traced: bool = False
 
     @property
     def model_name(self) -> str:
@@ -92,8 +96,15 @@ class EnginePair:
         """vLLM's flags for one role."""
         return [*self.args, *(self.prefill_args if role == "prefill" else ())]
 
-    def stack_settings(self, run_dir: Path) -> StackSettings:
-        """A kvloop stack with these engines."""
+    def stack_settings(
+        self, run_dir: Path, tracing: Mapping[str, str] | None = None
+    ) -> StackSettings:
+        """A kvloop stack with these engines.
+
+        Args:
+            run_dir: folder for logs and sockets.
+            tracing: environment by which services send spans, for pairs that are traced.
+        """
         delay = {"KVLOOP_GPU_START_DELAY_SECONDS": f"{self.decode_delay_seconds:g}"}
         return StackSettings(
             model=self.model,
@@ -111,7 +122,7 @@ class EnginePair:
                 for role in ("prefill", "decode")
             ),
             run_dir=run_dir,
-            env=self.env,
+            env={**self.env, **((tracing or {}) if self.traced else {})},
             engine_python=self.engine_python,
             gpus=self.gpus,
             start_timeout_seconds=330.0,
@@ -136,11 +147,13 @@ def engine_pairs() -> dict[str, EnginePair]:
     q32 = pair("q32", "q32", (*_DUMMY, "--quantization", "fp8", *kv(21)))
     latent = ("--compilation-config", json.dumps(_DECODE_GRAPHS))
     a3b = pair("a3b", "a3b", (*_DUMMY, "--quantization", "fp8", *kv(8)))
-    two_gpus = replace(pair("q32-two-gpus", "q32", (*_DUMMY, *kv(40))), gpus=("0", "1"))
+    two_gpus = replace(
+        pair("q32-two-gpus", "q32", (*_DUMMY, *kv(40))), gpus=("0", "1"), traced=True
+    )
     pairs = [
         replace(_cold(pair("tiny-float32", "tiny", (*tiny, *float32))), pull_guard=False),
         replace(pair("tiny-bfloat16", "tiny", (*tiny, "--dtype", "bfloat16")), pull_guard=False),
-        _cold(pair("q8", "q8", q8)),
+        replace(_cold(pair("q8", "q8", q8)), traced=True),
         replace(_cold(pair("q8-tcp", "q8", q8)), env=_ENVIRONMENT | _TCP),
         _cold(pair("q8-bare", "q8", (*_DUMMY, *kv(10)), "cross-layers")),
         _cold(pair("q8-block-128", "q8", q8, "large-blocks")),
@@ -155,7 +168,10 @@ def engine_pairs() -> dict[str, EnginePair]:
 
 
 def rehearsal_pairs(model: str) -> dict[str, EnginePair]:
-    """The same names on vLLM's CPU build with a tiny model: tries the scripts out."""
+    """The same names on vLLM's CPU build with a tiny model: tries the scripts out.
+
+    Without those of the bare protocol: four engines at once are too many for few cores.
+    """
     args = ("--max-model-len", "8192", "--generation-config", "vllm", "--no-enable-log-requests")
     made = {
         name: EnginePair(
@@ -166,8 +182,10 @@ def rehearsal_pairs(model: str) -> dict[str, EnginePair]:
             pair.kv_layout,
             platform="cpu",
             pull_guard=pair.pull_guard,
+            traced=pair.traced,
         )
         for name, pair in engine_pairs().items()
+        if not name.endswith(BARE)
     }
     return {
         name: pair if name in ("tiny-bfloat16", "q32") else _cold(pair)

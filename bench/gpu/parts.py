@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
-from bench.gpu.added import added
-from bench.gpu.checks import Check, check_proof, check_release
-from kvloop.bench.cells import cells
-from kvloop.bench.files import cell_record
-from kvloop.bench.outputs import OutputCheck, check_outputs
+from bench.gpu.checks import check_proof, check_release
+from bench.gpu.engine_times import EngineWatch
+from bench.gpu.observed import ObservedTurns
+from bench.gpu.outcome import Outcome
+from kvloop.bench.outputs import check_outputs
 from kvloop.bench.rounds import Progress, RoundPlan, Variant, run_rounds
 from kvloop.bench.samples import Run, Shape
 from kvloop.bench.slowdown import slowdown
@@ -32,6 +31,7 @@ class Ways:
             connector; None where `turns` does so already.
         split: takes turns of which prefill has computed the beginning before.
         decode_alone: takes turns on the decode engine alone.
+        watch: sees what the engines say of single requests; None: nobody asks them.
     """
 
     turns: TurnRunner
@@ -40,29 +40,12 @@ class Ways:
     bare: TurnRunner | None = None
     split: TurnRunner | None = None
     decode_alone: TurnRunner | None = None
+    watch: EngineWatch | None = None
 
     def variant(self, name: str, *, reuse: bool, turns: TurnRunner | None = None) -> Variant:
         """One way of holding conversations on it."""
         prefill = HttpPrefillEngine(self.prefill_url)
         return Variant(name, turns or self.turns, reuse, prefill)
-
-
-@dataclass
-class Outcome:
-    """What a part found."""
-
-    runs: dict[str, Run] = field(default_factory=dict)
-    checks: list[Check] = field(default_factory=list)
-    outputs: dict[str, list[OutputCheck]] = field(default_factory=dict)
-    traffic: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def records(self) -> dict[str, Any]:
-        """Its cells, for a file."""
-        return {
-            name: [cell_record(cell, found) for cell in found]
-            for name, found in ((name, cells(run)) for name, run in self.runs.items())
-        }
 
 
 @dataclass(frozen=True)
@@ -72,18 +55,22 @@ class Bench:
     Attributes:
         ways: running engines by name; those that did not come up are missing.
         clock: monotonic seconds.
+        wall_clock: nanoseconds since 1970.
         stop: True once the time is up.
         on_progress: called after each round.
         source: of tokens and order.
         scale: all contexts are divided by it; 1 for the real thing.
+        most_repetitions: of any shape; None: as many as the part wants.
     """
 
     ways: Mapping[str, Ways]
     clock: Callable[[], float]
+    wall_clock: Callable[[], int]
     stop: Callable[[], bool]
     on_progress: Callable[[Progress], None]
     source: random.Random
     scale: int = 1
+    most_repetitions: int | None = None
 
     def shape(self, context_tokens: int, answer_tokens: int = 16, **more: int) -> Shape:
         """The size of a conversation, scaled."""
@@ -91,6 +78,8 @@ class Bench:
 
     async def rounds(self, name: str, variants: list[Variant], plan: RoundPlan) -> Run:
         """Run rounds under a name of their own."""
+        if self.most_repetitions is not None:
+            plan = replace(plan, repetitions=min(plan.repetitions, self.most_repetitions))
         return await run_rounds(
             variants,
             plan,
@@ -126,7 +115,7 @@ async def exact(bench: Bench, found: Outcome) -> None:
     ways = bench.ways["tiny-float32"]
     plan = _quick([bench.shape(1500, 64, turns=3)], 5)
     run = await bench.rounds("float32", on_off(ways, control=True), plan)
-    found.runs["float32"] = run
+    found.keep("float32", run)
     found.outputs["float32"] = check_outputs(run)
     found.checks += await check_proof(ways.turns, bench.source, _fresh("proof", bench))
     found.checks.append(
@@ -146,20 +135,48 @@ async def near_ties(bench: Bench, found: Outcome) -> None:
     variants = on_off(ways, control=True)
     variants.append(ways.variant("split", reuse=False, turns=ways.split))
     run = await bench.rounds("bfloat16", variants, plan)
-    found.runs["bfloat16"] = run
+    found.keep("bfloat16", run)
     found.outputs["bfloat16"] = check_outputs(run)
 
 
 async def q8(bench: Bench, found: Outcome) -> None:
-    """Qwen3-8B's shape, prefill cold, beside the bare protocol in the same rounds."""
+    """Qwen3-8B's shape, prefill cold, beside the bare protocol in the same rounds.
+
+    Every second of kvloop's turns is traced. In the end turns follow idle time of
+    several lengths, all of them traced. Without engines of its own the bare protocol
+    runs on kvloop's.
+    """
     await _meet(bench, "q8")
-    variants = on_off(bench.ways["q8"])
-    if (bare := bench.ways.get("q8-bare")) is not None:
-        variants += [bare.variant("bare-on", reuse=True), bare.variant("bare-off", reuse=False)]
-    for context, repetitions in ((8192, 15), (16384, 9), (32768, 9)):
+    ours = bench.ways["q8"]
+    bare = bench.ways.get("q8-bare", ours)
+    straight = bare.bare if bare is ours and bare.bare is not None else bare.turns
+    variants = _observed_on_off(bench, found, ours)
+    for name, reuse in (("bare-on", True), ("bare-off", False)):
+        variants.append(_observed(bench, found, bare, name, straight, reuse=reuse))
+    for context, repetitions in ((8192, 16), (16384, 9), (32768, 9)):
         plan = _quick([bench.shape(context)], repetitions)
-        run = found.runs[f"q8-{context}"] = await bench.rounds("q8", variants, plan)
-        found.notes += added(run)
+        found.keep(f"q8-{context}", await bench.rounds("q8", variants, plan))
+    # Nothing asks the engines anything between the idle time and the turn.
+    variants = [
+        replace(
+            _observed(bench, found, ways, name, turns, reuse=True, trace_every=every),
+            prefill=None,
+        )
+        for name, ways, turns, every in (
+            ("on", ours, ours.turns, 1),
+            ("bare-on", bare, straight, 0),
+        )
+    ]
+    for idle_seconds in (0.0, 0.05, 1.0):
+        plan = RoundPlan(
+            [bench.shape(8192, last_answer_tokens=4)],
+            repetitions=4,
+            warm_ups=0,
+            cold=False,
+            settle_seconds=idle_seconds,
+        )
+        name = f"q8-after-{idle_seconds:g}-s"
+        found.keep(name, await bench.rounds("q8-idle", variants, plan))
 
 
 async def guard(bench: Bench, found: Outcome) -> None:
@@ -168,7 +185,7 @@ async def guard(bench: Bench, found: Outcome) -> None:
     plan = RoundPlan(
         [bench.shape(8192)], repetitions=12, warm_ups=0, cold=False, settle_seconds=0.15
     )
-    found.runs["guard"] = await bench.rounds("guard", variants, plan)
+    found.keep("guard", await bench.rounds("guard", variants, plan))
 
 
 async def crowd(bench: Bench, found: Outcome) -> None:
@@ -185,7 +202,7 @@ async def blocks(bench: Bench, found: Outcome) -> None:
         for context in contexts:
             plan = _quick([bench.shape(context)], 5)
             variants = on_off(bench.ways[name])
-            found.runs[f"{name}-{context}"] = await bench.rounds(name, variants, plan)
+            found.keep(f"{name}-{context}", await bench.rounds(name, variants, plan))
 
 
 async def q32(bench: Bench, found: Outcome) -> None:
@@ -194,10 +211,10 @@ async def q32(bench: Bench, found: Outcome) -> None:
     variants = on_off(bench.ways["q32"])
     for context in (16384, 32768):
         plan = RoundPlan([bench.shape(context)], repetitions=5)
-        found.runs[f"q32-{context}"] = await bench.rounds("q32", variants, plan)
+        found.keep(f"q32-{context}", await bench.rounds("q32", variants, plan))
     shape = bench.shape(16384, 1024 // bench.scale, conversations=2)
     plan = RoundPlan([shape], repetitions=3, warm_ups=0, cold=False, serial_last=True)
-    found.runs["q32-warm"] = await bench.rounds("q32-warm", variants, plan)
+    found.keep("q32-warm", await bench.rounds("q32-warm", variants, plan))
 
 
 async def moe(bench: Bench, found: Outcome) -> None:
@@ -214,18 +231,19 @@ async def two_gpus(bench: Bench, found: Outcome) -> None:
     """Qwen3-32B's shape in bf16, prefill and decode each on a GPU of its own.
 
     The bare protocol runs on the same engines: a second pair does not fit. So the
-    connector's proof, well below 1 ms, is in its time too.
+    connector's proof, well below 1 ms, is in its time too. Every second turn is traced.
     """
     await _meet(bench, "q32-two-gpus")
     ways = bench.ways["q32-two-gpus"]
-    variants = [*on_off(ways), ways.variant("bare-on", reuse=True, turns=ways.bare)]
+    variants = _observed_on_off(bench, found, ways)
+    if ways.bare is not None:
+        variants.append(_observed(bench, found, ways, "bare-on", ways.bare, reuse=True))
     for context in (24576, 40960):
         plan = RoundPlan([bench.shape(context)], repetitions=5)
-        run = found.runs[f"two-gpus-{context}"] = await bench.rounds("two-gpus", variants, plan)
-        found.notes += added(run)
+        found.keep(f"two-gpus-{context}", await bench.rounds("two-gpus", variants, plan))
     shape = bench.shape(24576, 1024 // bench.scale, conversations=2)
     plan = RoundPlan([shape], repetitions=3, warm_ups=0, cold=False, serial_last=True)
-    found.runs["two-gpus-warm"] = await bench.rounds("two-gpus-warm", on_off(ways), plan)
+    found.keep("two-gpus-warm", await bench.rounds("two-gpus-warm", on_off(ways), plan))
 
 
 async def two_gpus_crowd(bench: Bench, found: Outcome) -> None:
@@ -242,7 +260,7 @@ async def two_gpus_crowd(bench: Bench, found: Outcome) -> None:
         clock=bench.clock,
     ) as seen:
         run = await bench.rounds("serving", on_off(ways), _quick([bench.shape(24576)], 8))
-    found.runs["serving"] = run
+    found.keep("serving", run)
     found.traffic["serving"] = slowdown(seen, run, prefill_legs_only=True).record()
 
 
@@ -262,13 +280,38 @@ PARTS = {
 _EIGHT = {"turns": 3, "conversations": 8, "last_answer_tokens": 64}
 
 
+def _observed(
+    bench: Bench,
+    found: Outcome,
+    ways: Ways,
+    name: str,
+    turns: TurnRunner,
+    *,
+    reuse: bool,
+    trace_every: int = 0,
+) -> Variant:
+    """A way of which the outcome's book keeps more than times at the client."""
+    observed = ObservedTurns(
+        turns, ways.watch, found.book, trace_every=trace_every, wall_clock=bench.wall_clock
+    )
+    return ways.variant(name, reuse=reuse, turns=observed)
+
+
+def _observed_on_off(bench: Bench, found: Outcome, ways: Ways) -> list[Variant]:
+    """With reuse and without, every second turn traced."""
+    return [
+        _observed(bench, found, ways, name, ways.turns, reuse=reuse, trace_every=2)
+        for name, reuse in (("on", True), ("off", False))
+    ]
+
+
 async def _cold_contexts(bench: Bench, found: Outcome, name: str) -> None:
     """Off, on, and off once more at 8k and 32k."""
     await _meet(bench, name)
     variants = on_off(bench.ways[name], control=True)
     for context in (8192, 32768):
         run = await bench.rounds(name, variants, _quick([bench.shape(context)], 5))
-        found.runs[f"{name}-{context}"] = run
+        found.keep(f"{name}-{context}", run)
         found.outputs[f"{name}-{context}"] = check_outputs(run)
 
 
@@ -276,7 +319,7 @@ async def _eight(bench: Bench, found: Outcome, name: str, shape: Shape) -> None:
     """Eight conversations at once, off and on: alone, then beside other requests."""
     ways = bench.ways[name]
     plan = _quick([shape], 3)
-    found.runs["eight"] = await bench.rounds("eight", on_off(ways), plan)
+    found.keep("eight", await bench.rounds("eight", on_off(ways), plan))
     others = TrafficPlan(requests=4, prompt_tokens=1000, answer_tokens=128)
     async with traffic(
         ways.turns,
@@ -286,7 +329,7 @@ async def _eight(bench: Bench, found: Outcome, name: str, shape: Shape) -> None:
         clock=bench.clock,
     ) as seen:
         run = await bench.rounds("eight-traffic", on_off(ways), plan)
-    found.runs["eight-traffic"] = run
+    found.keep("eight-traffic", run)
     found.traffic["eight-traffic"] = slowdown(seen, run).record()
 
 

@@ -16,21 +16,26 @@ import sys
 import tarfile
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 from rich.console import Console
 
 from bench.gpu.bare import BareTurns, DecodeAlone, bare_engines
-from bench.gpu.engines import EnginePair, engine_pairs, rehearsal_pairs
-from bench.gpu.parts import PARTS, Bench, Outcome, Ways
+from bench.gpu.engine_times import EngineWatch
+from bench.gpu.engines import BARE, EnginePair, engine_pairs, rehearsal_pairs
+from bench.gpu.hops import hop_table
+from bench.gpu.host import machine
+from bench.gpu.observed import Book
+from bench.gpu.outcome import HostWatch, Outcome
+from bench.gpu.parts import PARTS, Bench, Ways
+from bench.gpu.spans import SpanSink, span_sink, tracing_environment, tracing_is_installed
 from bench.gpu.split import SplitTurns
 from kvloop.aio import AsyncClient
 from kvloop.bench.cells import cells
-from kvloop.bench.files import sample_records
 from kvloop.bench.rounds import Progress
 from kvloop.bench.samples import Shape
 from kvloop.bench.tables import output_lines, ttft_table
@@ -38,6 +43,7 @@ from kvloop.bench.turns import KvloopTurns
 from kvloop.stack import ProcessState, ProcessStatus, Stack
 
 _REHEARSAL_SCALE = 16
+_REHEARSAL_REPETITIONS = 3
 _TURN_SECONDS = 90.0
 """A turn that takes longer has failed."""
 _REST_SECONDS = 25.0
@@ -70,9 +76,12 @@ class _Report:
 
 
 @asynccontextmanager
-async def _kvloop(pair: EnginePair, run_dir: Path, report: _Report) -> AsyncIterator[Ways]:
+async def _kvloop(
+    pair: EnginePair, run_dir: Path, tracing: Mapping[str, str], report: _Report
+) -> AsyncIterator[Ways]:
     stack = Stack(
-        pair.stack_settings(run_dir), on_change=lambda status: report.process(pair.name, status)
+        pair.stack_settings(run_dir, tracing),
+        on_change=lambda status: report.process(pair.name, status),
     )
     async with stack, AsyncClient(stack.router_address) as client, _session() as session:
         model, clock = pair.model_name, time.perf_counter
@@ -87,6 +96,7 @@ async def _kvloop(pair: EnginePair, run_dir: Path, report: _Report) -> AsyncIter
                 turns, session, prefill_url, model, tail_tokens=Shape(1).message_tokens
             ),
             decode_alone=DecodeAlone(session, prefill_url, decode_url, model, clock),
+            watch=EngineWatch(prefill_url, decode_url),
         )
 
 
@@ -95,7 +105,7 @@ async def _bare(pair: EnginePair, run_dir: Path) -> AsyncIterator[Ways]:
     async with bare_engines(pair, run_dir) as engines, _session() as session:
         prefill_url, decode_url = engines.prefill_url, engines.decode_url
         turns = BareTurns(session, prefill_url, decode_url, pair.model_name, time.perf_counter)
-        yield Ways(turns, prefill_url, decode_url)
+        yield Ways(turns, prefill_url, decode_url, watch=EngineWatch(prefill_url, decode_url))
 
 
 @asynccontextmanager
@@ -107,14 +117,18 @@ async def _session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def _start(
-    pairs: list[EnginePair], runs: Path, stack: AsyncExitStack, report: _Report
+    pairs: list[EnginePair],
+    runs: Path,
+    tracing: Mapping[str, str],
+    stack: AsyncExitStack,
+    report: _Report,
 ) -> dict[str, Ways]:
     """Start all engines at once; those that do not come up are left out."""
 
     async def start(pair: EnginePair) -> tuple[str, Ways | Exception]:
         run_dir = runs / pair.name
-        bare = pair.name.endswith("-bare")
-        opening = _bare(pair, run_dir) if bare else _kvloop(pair, run_dir, report)
+        bare = pair.name.endswith(BARE)
+        opening = _bare(pair, run_dir) if bare else _kvloop(pair, run_dir, tracing, report)
         try:
             return pair.name, await stack.enter_async_context(opening)
         except Exception as error:  # one pair that fails shall not cost the others
@@ -140,39 +154,58 @@ async def _run(arguments: argparse.Namespace) -> bool:
     good = True
     try:
         async with AsyncExitStack() as stack:
+            report.say(f"machine: {json.dumps(machine())}")
+            sink = await stack.enter_async_context(span_sink()) if tracing_is_installed() else None
+            tracing = tracing_environment(sink.url) if sink is not None else {}
+            report.say("turns can be traced" if tracing else "NO TRACES: OpenTelemetry is missing")
             engines = dict.fromkeys(e for name in names for e in PARTS[name].engines)
+            pairs = [known[name] for name in engines if name in known]
             bench = Bench(
-                ways=await _start([known[name] for name in engines], runs, stack, report),
+                ways=await _start(pairs, runs, tracing, stack, report),
                 clock=time.perf_counter,
+                wall_clock=time.time_ns,
                 stop=lambda: time.monotonic() > deadline,
                 on_progress=report.progress,
                 source=random.Random(seed),
                 scale=_REHEARSAL_SCALE if arguments.rehearse else 1,
+                most_repetitions=_REHEARSAL_REPETITIONS if arguments.rehearse else None,
             )
             for name in names:
-                good &= await _run_part(name, bench, out, report)
+                good &= await _run_part(name, bench, sink, out, report)
     finally:
         _keep_logs(runs, out)
     report.say("done" if good else "done, with failures")
     return good
 
 
-async def _run_part(name: str, bench: Bench, out: Path, report: _Report) -> bool:
+async def _run_part(
+    name: str, bench: Bench, sink: SpanSink | None, out: Path, report: _Report
+) -> bool:
     report.say(f"== {name}: {PARTS[name].run.__doc__}")
-    found = Outcome()
+    path = out / f"{name}.json"
+    found = Outcome(
+        book=Book(sink),
+        host=HostWatch(bench.clock),
+        kept=lambda outcome: _write(path, outcome, "the part had not ended"),
+    )
     error = ""
-    try:
-        await PARTS[name].run(bench, found)
-    except Exception:  # the next part shall run all the same
-        error = traceback.format_exc()
-        report.say(f"FAILED {name}: {error[-2000:]}")
-    _write(out / f"{name}.json", found, error)
+    for step in (partial(PARTS[name].run, bench, found), found.finish):
+        try:
+            await step()
+        except Exception:  # what was found is written, and the next part runs, all the same
+            error += traceback.format_exc()
+            report.say(f"FAILED {name}: {error[-2000:]}")
+    _write(path, found, error)
     for title, run in found.runs.items():
         report.say(f"{name}: {title}")
         last = [cell for cell in cells(run) if cell.turn > 1]
         report.console.print(ttft_table(last))
         if failed := next((s.error for s in run.samples if s.error), None):
             report.say(f"a turn failed: {failed[:500]}")
+    for title, seen in found.conditions.items():
+        report.say(f"{title}, cores in use: {json.dumps(seen['cores'])}, load {seen['load']}")
+    for columns in found.columns():
+        report.console.print(hop_table(columns))
     for note in found.notes:
         report.say(note)
     for title, outputs in found.outputs.items():
@@ -185,16 +218,7 @@ async def _run_part(name: str, bench: Bench, out: Path, report: _Report) -> bool
 
 
 def _write(path: Path, found: Outcome, error: str) -> None:
-    document = {
-        "cells": found.records(),
-        "notes": found.notes,
-        "checks": [asdict(check) for check in found.checks],
-        "outputs": {name: [asdict(c) for c in checks] for name, checks in found.outputs.items()},
-        "traffic": found.traffic,
-        "samples": {name: sample_records(run) for name, run in found.runs.items()},
-        "error": error,
-    }
-    path.write_text(json.dumps(document, indent=1))
+    path.write_text(json.dumps({**found.records(), "error": error}))
 
 
 def _keep_logs(runs: Path, out: Path) -> None:

@@ -31,13 +31,11 @@ _PREFILLED = worker_pb2.PrefillResponse(
     transfer_params_json=replies.HANDED_OVER,
     report=common_pb2.PrefillReport(prompt_tokens=200, recomputed_tokens=200),
 ).SerializeToString()
-_SUMMARY = worker_pb2.DecodeResponse(
-    summary=worker_pb2.DecodeSummary(
-        usage=common_pb2.Usage(prompt_tokens=200, completion_tokens=16),
-        commit_outcome=worker_pb2.COMMIT_OUTCOME_COMMITTED,
-        retained_tokens=216,
-    )
-).SerializeToString()
+_SUMMARY = worker_pb2.DecodeSummary(
+    usage=common_pb2.Usage(prompt_tokens=200, completion_tokens=16),
+    commit_outcome=worker_pb2.COMMIT_OUTCOME_COMMITTED,
+    retained_tokens=216,
+)
 
 
 def _chunks(count: int) -> bytes:
@@ -48,7 +46,7 @@ def _chunks(count: int) -> bytes:
 _CHUNK = worker_pb2.DecodeResponse(chunk_json=replies.CHUNK_JSON).SerializeToString()
 _MANY = _chunks(_EVENTS_AT_ONCE)
 _END = worker_pb2.DecodeResponse(
-    batch=worker_pb2.ChunkBatch(chunks_json=replies.END_JSON)
+    batch=worker_pb2.ChunkBatch(chunks_json=replies.END_JSON, summary=_SUMMARY)
 ).SerializeToString()
 
 
@@ -74,7 +72,6 @@ async def _decode(request: bytes, context: Any) -> AsyncIterator[bytes]:
         left -= some
         yield _MANY if some == _EVENTS_AT_ONCE else _chunks(some)
     yield _END
-    yield _SUMMARY
 
 
 def _worker(role: str, address: str) -> registry_pb2.Worker:

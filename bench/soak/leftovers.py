@@ -92,17 +92,20 @@ class Inspector:
         await self._kvmeta(found)
         return found
 
-    async def until_quiet(self, seconds: float, watch: Callable[[Look], None]) -> Look:
-        """Wait until nothing is held, for so long at most; the last look.
+    async def until(
+        self, rests: Callable[[Look], bool], seconds: float, watch: Callable[[Look], None]
+    ) -> Look:
+        """Wait until all is at rest, for so long at most; the last look.
 
         Args:
+            rests: whether a look shows all at rest; asked once about each.
             seconds: how long at most.
-            watch: shown each look.
+            watch: shown each look that does not.
         """
         found = await self.look()
         try:
             async with asyncio.timeout(seconds):
-                while not found.quiet:
+                while not rests(found):
                     watch(found)
                     await asyncio.sleep(_LOOK_SECONDS)
                     found = await self.look()

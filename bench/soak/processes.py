@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import signal
-import socket
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 _START_SECONDS = 120.0
 _LOOK_SECONDS = 0.05
-_PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to connections: while a killed process is away,
-nobody else must take its port."""
 
 
 class Service:
@@ -24,6 +18,7 @@ class Service:
 
     Attributes:
         name: for reports, and of its log.
+        command: what is run.
         up: set while it serves.
         ends: how it ended without having been asked to, life by life.
     """
@@ -32,7 +27,7 @@ class Service:
         self.name = name
         self.up = asyncio.Event()
         self.ends: list[str] = []
-        self._command = (sys.executable, "-m", module, *args)
+        self.command = (sys.executable, "-m", module, *args)
         self._port = port
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
@@ -62,7 +57,7 @@ class Service:
             log = await asyncio.to_thread(open, self._log, "ab")
             with log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *self._command, stdout=log, stderr=log
+                    *self.command, stdout=log, stderr=log
                 )
             try:
                 # A process that ends before it serves is started again likewise.
@@ -115,19 +110,3 @@ async def is_open(port: int) -> bool:
         return False
     writer.close()
     return True
-
-
-def free_ports(count: int, rng: random.Random) -> deque[int]:
-    """Ports of this machine that nobody listens on."""
-    found: deque[int] = deque()
-    for port in rng.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        found.append(port)
-        if len(found) == count:
-            return found
-    raise OSError("there are not enough free ports")

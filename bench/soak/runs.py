@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,9 +24,13 @@ from bench.soak.stack import BLOCK_SIZE, MODEL, Shape, Stack, lay_out, running
 from bench.soak.streams import Load, Streams
 from bench.soak.tally import Tally
 from kvloop.errors import KvloopError
+from kvloop.stack.ports import PortPool
 
-_READY_SECONDS = 60.0
+_READY_SECONDS = 120.0
 _TRY_SECONDS = 0.2
+_STEADY_LOOKS = 4
+"""Looks in a row that show the same before the load begins: streams between services are
+opened one after the other."""
 _PROGRESS_SECONDS = 1.0
 _LATE_SECONDS = 30.0
 """Beyond the TTL of what is retained: a busy machine is late with everything."""
@@ -63,7 +68,7 @@ async def run_streams(load: Load, fault_share: float, shape: Shape, around: Surr
         around: where and how.
     """
     rng = random.Random(around.seed)
-    async with _stack(shape, around, rng) as (stack, inspector, ways):
+    async with _stack(shape, around) as (stack, inspector, ways):
         tally = Tally()
         said = _conditions(shape, around) | {
             "streams": f"{load.streams} at once, begun over {load.ramp_seconds:g} s, "
@@ -105,7 +110,7 @@ async def run_chaos(crowd: Crowd, attack: Attack, shape: Shape, around: Surround
         around: where and how.
     """
     rng = random.Random(around.seed)
-    async with _stack(shape, around, rng) as (stack, inspector, ways):
+    async with _stack(shape, around) as (stack, inspector, ways):
         tally = Tally()
         said = _conditions(shape, around) | {
             "conversations": f"{crowd.conversations} at once for {crowd.seconds:g} s; "
@@ -149,23 +154,32 @@ async def run_chaos(crowd: Crowd, attack: Attack, shape: Shape, around: Surround
 
 @asynccontextmanager
 async def _stack(
-    shape: Shape, around: Surroundings, rng: random.Random
+    shape: Shape, around: Surroundings
 ) -> AsyncIterator[tuple[Stack, Inspector, list[Front]]]:
-    stack = lay_out(shape, around.logs, around.folder, rng)
-    async with (
-        running(stack),
-        inspecting(stack) as inspector,
-        fronts(stack.routers) as ways,
-    ):
-        async with asyncio.timeout(_READY_SECONDS):
-            for front in ways:
-                await _until_known(front, shape)
-        yield stack, inspector, ways
+    with PortPool() as ports:
+        stack = lay_out(shape, around.logs, around.folder, ports)
+        async with (
+            running(stack),
+            inspecting(stack) as inspector,
+            fronts(stack.routers) as ways,
+        ):
+            async with asyncio.timeout(_READY_SECONDS):
+                for front in ways:
+                    await _until_known(front, shape)
+            yield stack, inspector, ways
 
 
 async def _before(inspector: Inspector) -> Look:
-    """What stands before the load, once all is quiet."""
-    return await inspector.until_quiet(_READY_SECONDS, lambda _: None)
+    """What stands before the load, once all is quiet and services have found each other."""
+    looks: deque[Look] = deque(maxlen=_STEADY_LOOKS)
+
+    def steady(look: Look) -> bool:
+        looks.append(look)
+        return len(looks) == _STEADY_LOOKS and all(
+            each.quiet and each.standing == look.standing for each in looks
+        )
+
+    return await inspector.until(steady, _READY_SECONDS, lambda _: None)
 
 
 async def _until_known(front: Front, shape: Shape) -> None:
@@ -246,7 +260,12 @@ async def _rest(
         waits = ", ".join([*look.still_held, *(f"{name} away" for name in look.away)])
         around.progress(f"at rest for {around.clock() - began:.0f} s; still there: {waits}")
 
-    report.after = await inspector.until_quiet(shape.settled_after_seconds + _LATE_SECONDS, tell)
+    def rests(look: Look) -> bool:
+        # A call that is under way just now has tasks and files, too.
+        return look.quiet and not verdicts.left_over(report.before, look)
+
+    seconds = shape.settled_after_seconds + _LATE_SECONDS
+    report.after = await inspector.until(rests, seconds, tell)
     report.settled_seconds = around.clock() - began
     report.router = await inspector.counted()
     ends = {service.name: service.ends for service in stack.services}

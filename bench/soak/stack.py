@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from bench.soak.processes import Service, free_ports, supervised
+from bench.soak.processes import Service, supervised
+from kvloop.stack.ports import PortPool
 
 MODEL = "sim-model"
 BLOCK_SIZE = 16
 ROLES = ("prefill", "decode")
+_PREFERRED_PORTS = range(20_000, 32_000, 10)
+"""Below those that the kernel gives to connections: while a killed process is away,
+nobody else must take its port. Between any two is room for other stacks' ports."""
 
 
 @dataclass(frozen=True)
@@ -96,22 +100,21 @@ class Stack:
         return [each for each in self.services if each not in self.engines]
 
 
-def lay_out(shape: Shape, logs: Path, folder: Path, rng: random.Random) -> Stack:
+def lay_out(shape: Shape, logs: Path, folder: Path, pool: PortPool) -> Stack:
     """Processes that are not started yet.
 
     Args:
         shape: what there is.
         logs: folder for logs.
         folder: for sockets and the ledger's database.
-        rng: chooses ports.
+        pool: holds their ports until it is closed.
     """
-    count = 2 + len(ROLES) * shape.workers * 4 + shape.routers * 3
-    ports = free_ports(count, rng)
+    ports = map(pool.take, _PREFERRED_PORTS)
 
     def service(name: str, module: str, port: int, *args: str) -> Service:
         return Service(name, f"services.{module}", args, port, logs / f"{name}.log")
 
-    kvmeta_port, kvmeta_metrics = ports.popleft(), ports.popleft()
+    kvmeta_port, kvmeta_metrics = next(ports), next(ports)
     kvmeta = service(
         "kvmeta",
         "kvmeta",
@@ -125,7 +128,7 @@ def lay_out(shape: Shape, logs: Path, folder: Path, rng: random.Random) -> Stack
         for index in range(shape.workers):
             worker_id = f"{role}-{index}"
             socket = folder / f"{worker_id}.sock"
-            engine_port, side_channel, port, metrics = (ports.popleft() for _ in range(4))
+            engine_port, side_channel, port, metrics = islice(ports, 4)
             engines.append(
                 service(
                     f"engine-{worker_id}",
@@ -152,7 +155,7 @@ def lay_out(shape: Shape, logs: Path, folder: Path, rng: random.Random) -> Stack
             sidecars.append(Sidecar(worker_id, role, sidecar, metrics, engine_port))
     routers = []
     for index in range(shape.routers):
-        port, gateway, metrics = (ports.popleft() for _ in range(3))
+        port, gateway, metrics = islice(ports, 3)
         router = service(
             f"router-{index}",
             "router",

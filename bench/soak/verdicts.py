@@ -68,14 +68,19 @@ def on_rest(before: Look, after: Look, ends: Mapping[str, list[str]]) -> Iterato
     yield Verdict(not away, f"every process answers{_listed(away)}")
     held = [f"{what} {count:g}" for what, count in after.still_held.items()]
     yield Verdict(not held, f"no turn, channel, handle, pin or block is left{_listed(held)}")
-    more = [
+    more = left_over(before, after)
+    yield Verdict(not more, f"no task or open file is left{_listed(more)}")
+    ended = [f"{name}: {', '.join(how)}" for name, how in ends.items() if how]
+    yield Verdict(not ended, f"no process ended by itself{_listed(ended)}")
+
+
+def left_over(before: Look, after: Look) -> list[str]:
+    """Tasks and open files that are more than chance makes of those before the load."""
+    return [
         f"{what} {was:g} to {now:g}"
         for what, (was, now) in grown(before, after).items()
         if now - was > (_MORE_FILES if what.endswith("files") else _MORE_TASKS)
     ]
-    yield Verdict(not more, f"no task or open file is left{_listed(more)}")
-    ended = [f"{name}: {', '.join(how)}" for name, how in ends.items() if how]
-    yield Verdict(not ended, f"no process ended by itself{_listed(ended)}")
 
 
 def _listed(items: list[str]) -> str:

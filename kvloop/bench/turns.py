@@ -55,6 +55,11 @@ class TurnResult:
             block; None if nothing was pulled or it is not known.
         router_ttft_seconds: time to the first chunk as the router saw it; None
             without a router.
+        expected_pull_seconds: what prefill expected of pulling; None if it did not
+            say, as while the link is not measured.
+        expected_recompute_seconds: the same of computing those tokens.
+        record_id: under which whoever runs the benchmark keeps more about the turn;
+            None if nothing more is kept.
     """
 
     token_ids: tuple[int, ...]
@@ -71,6 +76,9 @@ class TurnResult:
     retained_tokens: int
     pull_seconds: float | None = None
     router_ttft_seconds: float | None = None
+    expected_pull_seconds: float | None = None
+    expected_recompute_seconds: float | None = None
+    record_id: str | None = None
 
     @property
     def outside_legs_seconds(self) -> float:
@@ -158,6 +166,8 @@ class KvloopTurns:
             retained_tokens=receipt.retained_tokens,
             pull_seconds=receipt.pull_seconds if receipt.pulled_tokens else None,
             router_ttft_seconds=receipt.ttft_seconds,
+            expected_pull_seconds=receipt.expected_pull_seconds,
+            expected_recompute_seconds=receipt.expected_recompute_seconds,
         )
 
     async def end(self, conversation: str) -> None:

@@ -14,6 +14,14 @@ from services.common.tracing_settings import TracingSettings
 from services.kvmeta.deadlines import Policy
 from services.kvmeta.model import MICROSECONDS
 
+_POSTGRES_OPTIONS = frozenset(
+    {
+        *("host", "port", "user", "password", "passfile", "service", "servicefile", "ssl"),
+        *("krbsrvname", "gsslib", "target_session_attrs", "prepared_statement_cache_size"),
+    }
+)
+"""What may follow the ? of a URL: those that asyncpg takes as text, and SQLAlchemy's."""
+
 
 class KvmetaSettings(InternalTlsSettings, TracingSettings):
     """The conversation ledger and the worker registry of kvloop."""
@@ -121,8 +129,10 @@ class KvmetaSettings(InternalTlsSettings, TracingSettings):
             return value
         try:
             url = sa.make_url(value)
-        except sa.exc.ArgumentError as error:
-            raise ValueError(f"{value!r} is not a database URL") from error
+        except (sa.exc.ArgumentError, ValueError):  # whose texts may hold a password
+            raise ValueError(
+                "not a database URL, as in sqlite:///kvmeta.db or postgresql://USER@HOST/NAME"
+            ) from None
         if url.get_backend_name() == "sqlite":
             if url.database in (None, "", ":memory:"):
                 raise ValueError("a SQLite URL needs a file, as in sqlite:///kvmeta.db")
@@ -130,6 +140,13 @@ class KvmetaSettings(InternalTlsSettings, TracingSettings):
             raise ValueError(f"{url.get_backend_name()} is not supported; use sqlite or postgresql")
         elif "sslmode" in url.query:
             raise ValueError("sslmode is called ssl here, as in ?ssl=verify-full")
+        elif unknown := url.query.keys() - _POSTGRES_OPTIONS:
+            raise ValueError(
+                f"no such option: {', '.join(sorted(unknown))}; "
+                f"there are {', '.join(sorted(_POSTGRES_OPTIONS))}"
+            )
+        elif "@" in (url.host or ""):
+            raise ValueError("an @ in a user's name or password is written %40")
         return value
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,15 +11,16 @@ from sqlalchemy import exc
 
 from kvloop.errors import UnavailableError
 
-_MISSING_RIGHT = "42501"
 _REFUSALS = {
     "28P01": "check the user and its password in --database-url",
     "28000": "its pg_hba.conf must let this user in from here; if that asks for TLS, "
     "--database-url needs ssl=require or ssl=verify-full",
     "3D000": "create that database, or correct its name in --database-url",
-    _MISSING_RIGHT: "the user must be allowed to create and change tables there",
+    "42501": "the user must be allowed to create and change tables there",
+    "SQLITE_NOTADB": "that file is of another kind: name another one in --database-url",
+    "SQLITE_CORRUPT": "restore it from a backup, or move it away: kvmeta begins a new one",
 }
-"""What to do about a server that answers and says no, by SQLSTATE."""
+"""What to do about a database that answers and says no, by SQLSTATE or SQLite's name."""
 _UNREACHABLE = {
     "postgresql": "check host and port in --database-url, and that it runs and takes connections",
     "sqlite": "its folder must exist, and kvmeta must be allowed to write there",
@@ -31,7 +33,7 @@ def startup_failures(url: sa.URL) -> Iterator[None]:
     """Say what is wrong with the database, and what to do, if the block fails for it.
 
     Args:
-        url: the database. Its password is not told.
+        url: the database. Neither its password nor any option but an address is told.
 
     Raises:
         UnavailableError: DATABASE_REFUSED if it answers and says no, or else
@@ -41,16 +43,17 @@ def startup_failures(url: sa.URL) -> Iterator[None]:
         yield
     except UnavailableError as error:
         raise _told(url, error.__cause__ or error) from error
-    except exc.DBAPIError as error:
-        if _sqlstate(error) != _MISSING_RIGHT:
+    except (exc.DBAPIError, sqlite3.Error) as error:
+        if _code(error) not in _REFUSALS:
             raise
         raise _told(url, error) from error
 
 
 def _told(url: sa.URL, cause: BaseException) -> UnavailableError:
-    where = url.difference_update_query(["password"]).render_as_string(hide_password=True)
+    address = {name: said for name, said in url.query.items() if name in ("host", "port")}
+    where = url.set(query=address).render_as_string(hide_password=True)
     said = str(getattr(cause, "orig", None) or cause) or "no answer in time"
-    refusal = _REFUSALS.get(_sqlstate(cause))
+    refusal = _REFUSALS.get(_code(cause))
     if refusal is not None:
         return UnavailableError(
             f"the ledger's database {where} refuses kvmeta: {said}; {refusal}",
@@ -63,5 +66,6 @@ def _told(url: sa.URL, cause: BaseException) -> UnavailableError:
     )
 
 
-def _sqlstate(error: BaseException) -> str:
-    return getattr(getattr(error, "orig", None), "sqlstate", None) or ""
+def _code(error: BaseException) -> str:
+    said = getattr(error, "orig", None) or error
+    return getattr(said, "sqlstate", None) or getattr(said, "sqlite_errorname", None) or ""

@@ -54,7 +54,9 @@ class DecodeLeg:
     async def run(
         self, turn: Turn, worker: registry_pb2.Worker
     ) -> AsyncGenerator[Sequence[bytes], None]:
-        """The answer's chunks as the engine wrote them, by arrival; fills in the summary.
+        """The answer's chunks as the engine wrote them, by arrival.
+
+        Fills in the summary, and the chunks that came with it.
 
         Raises:
             KvloopError: the leg failed, twice or after its first chunk.
@@ -107,10 +109,13 @@ class DecodeLeg:
                         if facts is not None:
                             self._pool.first_chunk(worker.worker_id, facts)
                         current().event("first_chunk")
-                    if event.HasField("batch"):
-                        yield event.batch.chunks_json
-                    else:
+                    if not event.HasField("batch"):
                         yield (event.chunk_json,)
+                    elif event.batch.HasField("summary"):
+                        turn.summary = event.batch.summary
+                        turn.last_chunks = event.batch.chunks_json
+                    else:
+                        yield event.batch.chunks_json
                     guard.listens()
             if turn.summary is None:
                 raise InternalError(

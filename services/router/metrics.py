@@ -179,8 +179,11 @@ class RouterMetrics:
             "Times that a worker was taken out because it could not be reached or failed.",
             registry=registry,
         )
-        for outcome in Outcome:  # so that every label is there from the start
-            self._turns.labels(outcome.value)
+        # So that every label is there from the start, and not looked up for each turn.
+        self._ended = {outcome: self._turns.labels(outcome.value) for outcome in Outcome}
+        self._pulled, self._cached, self._recomputed = (
+            self._prompt_tokens.labels(source) for source in ("pulled", "cached", "recomputed")
+        )
         for fallback in Fallback:
             self._fallbacks.labels(fallback.value)
         for move in Move:
@@ -216,7 +219,7 @@ class RouterMetrics:
 
     def turn_ended(self, outcome: Outcome) -> None:
         """Count one turn."""
-        self._turns.labels(outcome.value).inc()
+        self._ended[outcome].inc()
 
     def missed(self, reason: common_pb2.MissReason.ValueType) -> None:
         """Count one answered turn that pulled nothing."""
@@ -238,9 +241,9 @@ class RouterMetrics:
     def prefilled(self, report: common_pb2.PrefillReport, seconds: float) -> None:
         """Count what one prefill leg did."""
         self._proven_tokens.inc(report.proven_tokens)
-        self._prompt_tokens.labels("pulled").inc(report.pulled_tokens)
-        self._prompt_tokens.labels("cached").inc(report.cached_tokens)
-        self._prompt_tokens.labels("recomputed").inc(report.recomputed_tokens)
+        self._pulled.inc(report.pulled_tokens)
+        self._cached.inc(report.cached_tokens)
+        self._recomputed.inc(report.recomputed_tokens)
         self._prefill_leg.observe(seconds)
 
     def first_chunk(self, ttft_seconds: float, decode_leg_seconds: float) -> None:

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 from kvloop.errors import KvloopError
-from kvloop.router.v1 import router_pb2
 from services.common.tracing import NO_HEADERS, NoTracing, Tracing, current, running
 from services.router.admission import TurnAdmission
 from services.router.deadline import Clock, Deadline
@@ -14,7 +13,7 @@ from services.router.identity import Caller
 from services.router.keys import Authenticator
 from services.router.metrics import Outcome, RouterMetrics
 from services.router.request import TurnRequest
-from services.router.turn import TurnPipeline
+from services.router.turn import AnswerEnd, TurnPipeline
 
 
 class Reception:
@@ -85,7 +84,7 @@ class Reception:
         deadline: Deadline,
         turn_id: str | None = None,
         trace_headers: Mapping[str, str] = NO_HEADERS,
-    ) -> AsyncGenerator[Sequence[bytes] | router_pb2.TurnResult, None]:
+    ) -> AsyncGenerator[Sequence[bytes] | AnswerEnd, None]:
         """The answer, as `TurnPipeline.run` gives it, once the turn may run.
 
         Args:

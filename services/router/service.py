@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -22,10 +22,13 @@ from services.router.request import (
     check_model,
     generate_turn,
 )
+from services.router.turn import AnswerEnd
 from services.router.workers import WorkerPool
 
 _Request = TypeVar("_Request")
 _Context = grpc.aio.ServicerContext[Any, Any]
+_Parts = dict[str, Any]
+"""The field of a response that is set, which ChatResponse and GenerateResponse have alike."""
 
 
 class RouterService(router_pb2_grpc.RouterServiceServicer):
@@ -52,13 +55,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Run one chat turn."""
         async with aclosing(self._run(chat_turn, request, context)) as events:
             async for event in events:
-                if isinstance(event, router_pb2.TurnResult):
-                    yield router_pb2.ChatResponse(result=event)
-                elif request.accept_batches and len(event) > 1:
-                    yield router_pb2.ChatResponse(batch=router_pb2.ChunkBatch(chunks_json=event))
-                else:
-                    for chunk in event:
-                        yield router_pb2.ChatResponse(chunk=router_pb2.Chunk(json=chunk))
+                for parts in _messages(event, batches=request.accept_batches):
+                    yield router_pb2.ChatResponse(**parts)
 
     async def Generate(
         self, request: router_pb2.GenerateRequest, context: _Context
@@ -66,14 +64,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Run one completion turn."""
         async with aclosing(self._run(generate_turn, request, context)) as events:
             async for event in events:
-                if isinstance(event, router_pb2.TurnResult):
-                    yield router_pb2.GenerateResponse(result=event)
-                elif request.accept_batches and len(event) > 1:
-                    batch = router_pb2.ChunkBatch(chunks_json=event)
-                    yield router_pb2.GenerateResponse(batch=batch)
-                else:
-                    for chunk in event:
-                        yield router_pb2.GenerateResponse(chunk=router_pb2.Chunk(json=chunk))
+                for parts in _messages(event, batches=request.accept_batches):
+                    yield router_pb2.GenerateResponse(**parts)
 
     async def EndConversation(
         self, request: router_pb2.EndConversationRequest, context: _Context
@@ -121,7 +113,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         convert: Callable[[_Request, Caller], TurnRequest],
         request: _Request,
         context: _Context,
-    ) -> AsyncGenerator[Sequence[bytes] | router_pb2.TurnResult, None]:
+    ) -> AsyncGenerator[Sequence[bytes] | AnswerEnd, None]:
         caller = self._caller(context)
         try:
             turn = convert(request, caller)
@@ -146,3 +138,16 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             if name == "authorization":
                 return self._reception.caller(value if isinstance(value, str) else None)
         return self._reception.caller(None)
+
+
+def _messages(event: Sequence[bytes] | AnswerEnd, *, batches: bool) -> Iterator[_Parts]:
+    """The one field of each message for what a turn gave; with batches it is one message."""
+    result = event.result if isinstance(event, AnswerEnd) else None
+    chunks = event.chunks if isinstance(event, AnswerEnd) else event
+    if batches and (len(chunks) > 1 or (chunks and result)):
+        yield {"batch": router_pb2.ChunkBatch(chunks_json=chunks, result=result)}
+        return
+    for chunk in chunks:
+        yield {"chunk": router_pb2.Chunk(json=chunk)}
+    if result is not None:
+        yield {"result": result}

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import KvloopError, ModelNotFoundError, UnavailableError
@@ -54,6 +55,16 @@ def admit(model: str, known: list[ModelWorkers]) -> ModelWorkers:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """What ends an answer."""
+
+    chunks: Sequence[bytes]
+    """The last ones, as the engine wrote them; none if all went on before."""
+    result: router_pb2.TurnResult
+    """What kvloop did."""
+
+
 class TurnPipeline:
     """Answers turns.
 
@@ -94,8 +105,8 @@ class TurnPipeline:
 
     async def run(
         self, request: TurnRequest, deadline: Deadline, turn_id: str | None = None
-    ) -> AsyncGenerator[Sequence[bytes] | router_pb2.TurnResult, None]:
-        """The answer: chunks as the engine wrote them, by arrival, then one result.
+    ) -> AsyncGenerator[Sequence[bytes] | AnswerEnd, None]:
+        """The answer: chunks as the engine wrote them, by arrival, then its end.
 
         Closing the generator stops both engines' work.
 
@@ -124,7 +135,7 @@ class TurnPipeline:
         except Exception:
             self._ends.broke(turn)
             raise
-        yield receipt.build_result(turn)
+        yield AnswerEnd(self._told(turn, turn.last_chunks), receipt.build_result(turn))
 
     def new_turn_id(self) -> str:
         """An id for a turn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvloop.common.v1 import common_pb2
@@ -63,3 +64,5 @@ class Turn:
     """Reading of the clock when the first chunk came."""
     summary: worker_pb2.DecodeSummary | None = None
     """The decode worker's last word."""
+    last_chunks: Sequence[bytes] = ()
+    """Chunks that came with it."""

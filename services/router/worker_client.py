@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 import grpc
 
-from kvloop.errors import KvloopError, TlsError, UnavailableError
-from kvloop.rpc import connected, typed_errors, why_not_connected
+from kvloop.errors import KvloopError, TlsError, UnavailableError, from_rpc_error
+from kvloop.rpc import connected, why_not_connected
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common import tracing
 from services.router.deadline import Deadline
@@ -113,10 +112,12 @@ class GrpcWorkerClient:
         self, request: worker_pb2.PrefillRequest, *, timeout_seconds: float
     ) -> worker_pb2.PrefillResponse:
         """See `WorkerClient.prefill`."""
-        with self._typed_errors():
+        try:
             return await self._stub.Prefill(
                 request, timeout=timeout_seconds, metadata=tracing.metadata()
             )
+        except grpc.RpcError as error:
+            raise self._typed(error) from error
 
     async def decode(
         self, request: worker_pb2.DecodeRequest, *, timeout_seconds: float
@@ -124,9 +125,10 @@ class GrpcWorkerClient:
         """See `WorkerClient.decode`."""
         call = self._stub.Decode(request, timeout=timeout_seconds, metadata=tracing.metadata())
         try:
-            with self._typed_errors():
-                async for response in call:
-                    yield response
+            async for response in call:
+                yield response
+        except grpc.RpcError as error:
+            raise self._typed(error) from error
         finally:
             call.cancel()  # without effect on a call that has ended
 
@@ -134,22 +136,28 @@ class GrpcWorkerClient:
         self, request: worker_pb2.CountTokensRequest, *, timeout_seconds: float
     ) -> worker_pb2.CountTokensResponse:
         """See `WorkerClient.count_tokens`."""
-        with self._typed_errors():
+        try:
             return await self._stub.CountTokens(request, timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            raise self._typed(error) from error
 
     async def tokenize(
         self, request: worker_pb2.TokenizeRequest, *, timeout_seconds: float
     ) -> worker_pb2.TokenizeResponse:
         """See `WorkerClient.tokenize`."""
-        with self._typed_errors():
+        try:
             return await self._stub.Tokenize(request, timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            raise self._typed(error) from error
 
     async def estimate_pull(
         self, request: worker_pb2.EstimatePullRequest, *, timeout_seconds: float
     ) -> worker_pb2.EstimatePullResponse:
         """See `WorkerClient.estimate_pull`."""
-        with self._typed_errors():
+        try:
             return await self._stub.EstimatePull(request, timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            raise self._typed(error) from error
 
     async def _ready(self) -> None:
         if not await connected(self._channel):
@@ -164,19 +172,15 @@ class GrpcWorkerClient:
             worker_id=self._worker_id,
         )
 
-    @contextmanager
-    def _typed_errors(self) -> Iterator[None]:
-        try:
-            with typed_errors():
-                yield
-        except TlsError as error:
-            raise self._unreachable(error) from error
-        except UnavailableError as error:
-            if error.reason != UnavailableError.default_reason:
-                raise
+    def _typed(self, error: grpc.RpcError) -> KvloopError:
+        found = from_rpc_error(error)
+        if isinstance(found, TlsError):
+            return self._unreachable(found)
+        if isinstance(found, UnavailableError) and found.reason == found.default_reason:
             # From gRPC itself; its text holds addresses that are no caller's affair.
-            raise UnavailableError(
+            return UnavailableError(
                 f"the connection to worker {self._worker_id} broke",
                 reason=WORKER_LOST,
                 worker_id=self._worker_id,
-            ) from error
+            )
+        return found

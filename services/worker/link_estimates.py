@@ -53,6 +53,7 @@ class LinkEstimator:
         self._window: list[PullSample] = []  # oldest first
         self._suspects: list[PullSample] = []
         self._chance: deque[bool] = deque(maxlen=_MEMORY)
+        self._cost: PullCost | None = None  # of the window; None: not fitted yet
 
     @property
     def samples(self) -> int:
@@ -62,7 +63,9 @@ class LinkEstimator:
     @property
     def cost(self) -> PullCost | None:
         """The estimate; None before the first pull."""
-        return fit(self._window)
+        if self._cost is None:
+            self._cost = fit(self._window)
+        return self._cost
 
     @property
     def tokens_per_second(self) -> float:
@@ -77,7 +80,9 @@ class LinkEstimator:
 
     def add(self, sample: PullSample) -> None:
         """Take a pull in."""
-        self._window = [old for old in self._window if not _refutes(sample, old)]
+        kept = [old for old in self._window if not _refutes(sample, old)]
+        if len(kept) < len(self._window):
+            self._window, self._cost = kept, None
         if self._is_slow(sample):
             self._suspect(sample)
             return
@@ -103,6 +108,7 @@ class LinkEstimator:
         needed = min(_CONFIRMATIONS + sum(self._chance), _MAX_CONFIRMATIONS)
         if evidence >= needed - 1e-9:
             self._window, self._suspects = self._suspects[-_WINDOW:], []
+            self._cost = None
             self._chance.clear()
 
     def _keep(self, sample: PullSample) -> None:
@@ -111,6 +117,7 @@ class LinkEstimator:
         A few long pulls tell the rate, so they must outlive many short ones.
         """
         self._window.append(sample)
+        self._cost = None
         if len(self._window) > _WINDOW:
             octaves = [_octave(each) for each in self._window]
             commonest = max(set(octaves), key=octaves.count)
@@ -133,10 +140,11 @@ def fit(samples: Sequence[PullSample]) -> PullCost | None:
     ]
     longest = max(sample.tokens for sample in samples)
     slack = _SLACK_SECONDS * max(1 - longest / _LONG, 0.0)
+    by_size = sorted((sample.tokens, sample.seconds, weight) for sample, weight in weighted)
     slopes = [
-        (_slope(one, other, slack), one_weight * other_weight * abs(one.tokens - other.tokens))
-        for (one, one_weight), (other, other_weight) in itertools.combinations(weighted, 2)
-        if max(one.tokens, other.tokens) >= 1.5 * min(one.tokens, other.tokens)
+        (max(slower - faster - slack, 0.0) / (large - small), one * other * (large - small))
+        for (small, faster, one), (large, slower, other) in itertools.combinations(by_size, 2)
+        if large >= 1.5 * small
     ]
     shortest = min(sample.seconds for sample in samples)
     if slopes:
@@ -147,11 +155,6 @@ def fit(samples: Sequence[PullSample]) -> PullCost | None:
     slope = max(slope, _LEAST_SHARE * min(s.seconds / s.tokens for s in samples))
     latency = _quantile([(s.seconds - slope * s.tokens, w) for s, w in weighted], 0.25)
     return PullCost(min(max(latency, 0.0), shortest), slope)
-
-
-def _slope(one: PullSample, other: PullSample, slack: float) -> float:
-    small, large = sorted((one, other), key=lambda sample: sample.tokens)
-    return max(large.seconds - small.seconds - slack, 0.0) / (large.tokens - small.tokens)
 
 
 def _refutes(new: PullSample, old: PullSample) -> bool:

@@ -77,6 +77,7 @@ class PrefillSpeed:
 
     def __init__(self) -> None:
         self._octaves: dict[int, _Octave] = {}
+        self._cost: RecomputeCost | None = None  # of the octaves; None: not fitted yet
 
     def add(self, start: int, tokens: int, seconds: float, *, alone: bool) -> None:
         """Take a leg in.
@@ -89,6 +90,7 @@ class PrefillSpeed:
         """
         if tokens < _LEAST_TOKENS or seconds <= 0:
             return
+        self._cost = None
         context = start + tokens / 2
         octave = self._octaves.setdefault(int(context).bit_length(), _Octave())
         legs = octave.alone if alone else octave.beside_others
@@ -100,6 +102,11 @@ class PrefillSpeed:
     @property
     def cost(self) -> RecomputeCost | None:
         """The estimate; None before the first leg that is long enough."""
+        if self._cost is None:
+            self._cost = self._fit()
+        return self._cost
+
+    def _fit(self) -> RecomputeCost | None:
         points = [octave.point() for _, octave in sorted(self._octaves.items())]
         if not points:
             return None

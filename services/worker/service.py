@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -132,13 +132,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                                 COMPLETION_TOKENS: event.usage.completion_tokens,
                             }
                         )
-                        yield worker_pb2.DecodeResponse(summary=_summary(event))
-                    elif request.accept_batches and len(event) > 1:
-                        batch = worker_pb2.ChunkBatch(chunks_json=event)
-                        yield worker_pb2.DecodeResponse(batch=batch)
-                    else:
-                        for chunk in event:
-                            yield worker_pb2.DecodeResponse(chunk_json=chunk)
+                    for response in _responses(event, batches=request.accept_batches):
+                        yield response
 
     async def CountTokens(
         self, request: worker_pb2.CountTokensRequest, context: Context
@@ -262,6 +257,22 @@ def _conversation(commit: worker_pb2.TurnRef) -> Conversation:
         if not getattr(key, name):
             raise InvalidFieldError(f"commit.key.{name} is required", field=f"commit.key.{name}")
     return Conversation(key.tenant, key.model, key.conversation_id, commit.turn)
+
+
+def _responses(
+    event: list[bytes] | DecodeSummary, *, batches: bool
+) -> Iterator[worker_pb2.DecodeResponse]:
+    """The messages for what a decode leg gave; with batches it is one."""
+    summary = _summary(event) if isinstance(event, DecodeSummary) else None
+    chunks = event.chunks if isinstance(event, DecodeSummary) else event
+    if batches and (len(chunks) > 1 or (chunks and summary)):
+        batch = worker_pb2.ChunkBatch(chunks_json=chunks, summary=summary)
+        yield worker_pb2.DecodeResponse(batch=batch)
+        return
+    for chunk in chunks:
+        yield worker_pb2.DecodeResponse(chunk_json=chunk)
+    if summary is not None:
+        yield worker_pb2.DecodeResponse(summary=summary)
 
 
 def _summary(summary: DecodeSummary) -> worker_pb2.DecodeSummary:

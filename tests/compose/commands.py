@@ -10,7 +10,7 @@ import pytest
 
 
 def run(
-    command: Sequence[str], *, seconds: float = 60, environment: Mapping[str, str] | None = None
+    command: Sequence[str], *, seconds: float = 180, environment: Mapping[str, str] | None = None
 ) -> str:
     """Standard output of a command.
 
@@ -33,7 +33,7 @@ def run(
     return done.stdout
 
 
-def docker(*arguments: str, seconds: float = 60) -> str:
+def docker(*arguments: str, seconds: float = 180) -> str:
     """Standard output of a docker command, stripped."""
     return run(["docker", *arguments], seconds=seconds).strip()
 

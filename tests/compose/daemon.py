@@ -16,7 +16,7 @@ from tests.compose.waiting import until
 
 DATA_ROOT = Path(os.environ.get("KVLOOP_DOCKER_ROOT", "/var/lib/kvloop-docker"))
 """Where our own daemon keeps images, so that the next run finds them built."""
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 _STOP_SECONDS = 60.0
 
 

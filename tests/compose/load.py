@@ -19,7 +19,7 @@ CLIENTS = ("grpc", "http", "sse")
 Turn = Callable[[Conversation], Awaitable[Said]]
 _TURNS_OF_A_CONVERSATION = 6
 """After that it starts anew, so that prompts stay short."""
-_MOST_SECONDS_TO_WAIT = 60.0
+_MOST_SECONDS_TO_WAIT = 180.0
 
 
 @dataclass

@@ -29,8 +29,8 @@ _FILES = ("docker-compose.yml", "docker-compose.debian.yml")
 _FROM_PACKAGES = ("postgres", "front", "prometheus")
 """Services whose images have nothing in common with kvloop's own."""
 _BUILD_SECONDS = 1500.0
-_STOP_SECONDS = 120.0
-_READY_SECONDS = 60.0
+_STOP_SECONDS = 240.0
+_READY_SECONDS = 180.0
 
 
 def _free_port() -> int:
@@ -47,13 +47,13 @@ class Stack:
     profile: str
     prefill: str
     decode: str
-    healthy_seconds: float = 120.0
+    healthy_seconds: float = 300.0
     """How long engines may take to start."""
     http_port: int = field(default_factory=_free_port)
     grpc_port: int = field(default_factory=_free_port)
     prometheus_port: int = field(default_factory=_free_port)
 
-    def compose(self, *arguments: str, seconds: float = 120) -> str:
+    def compose(self, *arguments: str, seconds: float = 300) -> str:
         """Run docker-compose on this stack."""
         program = (
             ["docker", "compose"]
@@ -69,6 +69,8 @@ class Stack:
             # So slow that a pull is worth it on any machine: see services/worker/pull_plan.py.
             "KVLOOP_SIM_PREFILL_TOKENS_PER_SECOND": "400",
             "KVLOOP_WORKER_PULL_GUARD": "false",
+            # While the database is away nothing is renewed, and it may be so for minutes.
+            "KVLOOP_SIM_PIN_LEASE_SECONDS": "300",
             # So that a busy machine does not look like an outage.
             "KVLOOP_ROUTER_LEDGER_TIMEOUT_SECONDS": "5",
             # The builder that every Docker has.

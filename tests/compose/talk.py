@@ -14,7 +14,7 @@ from kvloop.aio import AsyncClient
 from services.sim.vocabulary import WORDS
 from tests.compose.stack import Stack
 
-TURN_SECONDS = 60.0
+TURN_SECONDS = 120.0
 ANSWER_TOKENS = 96
 
 

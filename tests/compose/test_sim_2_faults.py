@@ -10,8 +10,8 @@ from tests.compose.stack import Stack
 from tests.compose.talk import Conversation, Talker
 from tests.compose.waiting import until_async
 
-pytestmark = pytest.mark.timeout(300)
-_RECOVERY_SECONDS = 60.0
+pytestmark = pytest.mark.timeout(900)
+_RECOVERY_SECONDS = 180.0
 
 
 async def _reuses(sim: Talker, conversation: Conversation) -> bool:
@@ -72,7 +72,7 @@ async def test_without_postgresql_turns_recompute_an_alert_says_so_and_the_ledge
         return bool(await prometheus.query(sim_stack, query))
 
     with sim_stack.killed(*sim_stack.containers("postgres")):
-        assert await until_async(alert_is_pending, 60, pause_seconds=3)
+        assert await until_async(alert_is_pending, 180, pause_seconds=3)
 
     assert await until_async(lambda: _reuses(sim, conversation), _RECOVERY_SECONDS)
     assert (await sim.over_grpc(silent)).miss_reason is None

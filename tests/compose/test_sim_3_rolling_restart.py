@@ -10,7 +10,7 @@ from tests.compose.commands import docker
 from tests.compose.load import load
 from tests.compose.stack import Stack
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(1200)
 _TURNS = 2
 """Of each kind of client, before and after."""
 

@@ -9,7 +9,7 @@ from tests.compose.load import load
 from tests.compose.stack import Stack
 from tests.unit.deploy.queries import dashboard, queries
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 _CHARTS = {panel["title"] for panel in dashboard()["panels"] if panel["type"] != "row"}
 _OF_TROUBLE = {"Evictions, by reason", "Errors, by reason"}
 """Charts that are empty as long as nothing is amiss."""

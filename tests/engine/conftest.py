@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in Path(item.path).parents:
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(300))
+                item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ from typing import Any
 
 import aiohttp
 
+_LOOK_SECONDS = 0.1
+
 
 class EngineProbe:
     """One vLLM server's own HTTP interface.
@@ -105,13 +107,26 @@ class EngineProbe:
             return answer
 
 
+def open_session() -> aiohttp.ClientSession:
+    """For requests to engines.
+
+    vLLM closes a connection that has been idle for a few seconds, maybe just when a
+    request is sent on it: so each request has its own.
+    """
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+
+
 async def eventually(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
     """Wait until an async condition holds.
+
+    Seconds are counted in looks: what is looked at answers as slowly as the machine is,
+    and gets as much longer.
 
     Raises:
         AssertionError: it does not hold in time.
     """
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not await condition():
-        assert asyncio.get_running_loop().time() < deadline, f"not in {seconds} s: {what}"
-        await asyncio.sleep(0.1)
+    for _ in range(round(seconds / _LOOK_SECONDS)):
+        if await condition():
+            return
+        await asyncio.sleep(_LOOK_SECONDS)
+    assert await condition(), f"not in {seconds} s: {what}"

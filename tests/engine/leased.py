@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from kvloop import rpc
@@ -16,11 +15,12 @@ from kvloop.stack.readiness import lists_model
 from services.worker.launcher import launch
 from tests.engine.attached import AttachedSidecar, engine_settings
 from tests.engine.engine_link import EngineLink
-from tests.engine.engines import EngineProbe, eventually
+from tests.engine.engines import EngineProbe, eventually, open_session
 from tests.engine.world import MODEL, World
 
-LEASE_SECONDS = 20
-RETENTION_SECONDS = 120
+LEASE_SECONDS = 30
+RETENTION_SECONDS = 600
+"""Longer than the tests of a file take, on a busy machine, too."""
 NUM_BLOCKS = 640
 """Few, so that conversations of a test's size fill them."""
 WORKER_ID = "decode-leased"
@@ -116,7 +116,7 @@ async def leased_decode(
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("UCX_TLS", "tcp,self")
             process = await stack.enter_async_context(launch(engine))
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        session = await stack.enter_async_context(open_session())
         link = await stack.enter_async_context(EngineLink(engine.engine_port))
         sidecar = AttachedSidecar(
             engine,

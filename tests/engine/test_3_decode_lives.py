@@ -17,7 +17,7 @@ from tests.engine.world import MODEL, TTL_SECONDS, World
 async def test_handle_is_not_given_out_after_its_time(world: World) -> None:
     """Three conversations of the same age meet three ends of their TTL.
 
-    The first asks the ledger in time but prefill 42 s after the turn, within
+    The first asks the ledger in time but prefill 2.5 s before the end, within
     vLLM's safety margin of 5 s; the second asks prefill after the blocks are
     gone; the third asks the ledger too late.
     """

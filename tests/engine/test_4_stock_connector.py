@@ -20,7 +20,7 @@ import aiohttp
 
 from services.worker.engine_command import EngineOptions, engine_command
 from services.worker.kv_layout import KvLayout
-from tests.engine.engines import EngineProbe, eventually
+from tests.engine.engines import EngineProbe, eventually, open_session
 from tests.engine.turns import ANSWER, first_turn, take_handle
 from tests.engine.world import MODEL, World
 
@@ -93,7 +93,7 @@ async def test_stock_connector_answers_wrongly_where_kvloop_is_exact(
 ) -> None:
     async with (
         _stock_prefill(model_directory, tmp_path / "stock.log") as url,
-        aiohttp.ClientSession() as session,
+        open_session() as session,
     ):
         history = await first_turn(world, conversation := world.conversation())
         prompt = history[:630] + history[660:] + world.tokens(25)

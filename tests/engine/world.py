@@ -8,18 +8,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import aiohttp
-
 from kvloop import AsyncClient
 from kvloop.stack import Stack, StackSettings, make_workers
 from kvloop.stack.ports import PortPool
 from services.worker.launcher import launch
 from services.worker.settings import WorkerSettings
 from tests.engine.attached import engine_settings
-from tests.engine.engines import EngineProbe
+from tests.engine.engines import EngineProbe, open_session
 
 MODEL = "tiny"
-TTL_SECONDS = 45
+TTL_SECONDS = 60
 """Long enough for a turn to follow another, short enough to wait for its end."""
 
 _ENGINE_ARGS = (
@@ -115,7 +113,7 @@ async def open_world(model: Path, run_dir: Path) -> AsyncIterator[World]:
         )
         stack = await resources.enter_async_context(Stack(settings))
         client = await resources.enter_async_context(AsyncClient(stack.router_address))
-        session = await resources.enter_async_context(aiohttp.ClientSession())
+        session = await resources.enter_async_context(open_session())
         yield World(
             stack=stack,
             client=client,

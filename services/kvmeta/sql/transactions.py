@@ -69,8 +69,8 @@ def database_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (exc.DBAPIError, exc.TimeoutError, OSError) as error:
-        if isinstance(error, exc.DBAPIError) and not _is_away(error):
+    except (exc.DBAPIError, exc.TimeoutError, sqlite3.Error, OSError) as error:
+        if isinstance(error, exc.DBAPIError | sqlite3.Error) and not _is_away(error):
             raise
         cause = getattr(error, "orig", None) or error
         _log.warning("database_unavailable", error=type(cause).__name__, detail=str(cause))
@@ -79,12 +79,14 @@ def database_errors() -> Iterator[None]:
         ) from error
 
 
-def _is_away(error: exc.DBAPIError) -> bool:
+def _is_away(error: exc.DBAPIError | sqlite3.Error) -> bool:
+    if isinstance(error, sqlite3.Error):
+        # Busy, full, not to be opened and so on; but not a wrong statement.
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        return isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR
     if error.connection_invalidated or isinstance(error, exc.InterfaceError):
         return True
     if isinstance(error.orig, sqlite3.Error):
-        # Busy, full, not to be opened and so on; but not a wrong statement.
-        code = getattr(error.orig, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        return isinstance(error, exc.OperationalError) and code != sqlite3.SQLITE_ERROR
+        return _is_away(error.orig)
     state = getattr(error.orig, "sqlstate", None) or ""
     return state[:2] in _AWAY

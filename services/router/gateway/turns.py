@@ -18,12 +18,13 @@ from services.router.gateway.errors import to_reply
 from services.router.gateway.requests import ReadingRules, read_request
 from services.router.reception import Reception
 from services.router.request import TurnRequest
+from services.router.turn import AnswerEnd
 
 _log = structlog.get_logger(__name__)
 _MAX_ECHOED_ID = 256
 _MISS_PREFIX = "MISS_REASON_"
 
-Events = AsyncGenerator[Sequence[bytes] | router_pb2.TurnResult, None]
+Events = AsyncGenerator[Sequence[bytes] | AnswerEnd, None]
 
 
 class TurnEndpoint:
@@ -94,13 +95,16 @@ async def relay_stream(
     vLLM writes it.
     """
     started = False
+    last: Sequence[bytes] = ()
     try:
         async for event in events:
-            if not isinstance(event, router_pb2.TurnResult):
-                if not started:
-                    await _start_stream(send, headers)
-                    started = True
-                await http.write(send, b"".join(map(framing.event, event)), more=True)
+            if isinstance(event, AnswerEnd):
+                last = event.chunks
+                continue
+            if not started:
+                await _start_stream(send, headers)
+                started = True
+            await http.write(send, b"".join(map(framing.event, event)), more=True)
     except Exception as error:
         found = to_reply(_typed(error))
         if not started:
@@ -108,7 +112,7 @@ async def relay_stream(
         await http.write(send, framing.error(found.body), more=True)
     if not started:
         await _start_stream(send, headers)
-    await http.write(send, framing.end(), more=False)
+    await http.write(send, b"".join((*map(framing.event, last), framing.end())), more=False)
 
 
 async def relay_whole(events: Events, send: Send, headers: Mapping[str, str]) -> None:
@@ -117,10 +121,10 @@ async def relay_whole(events: Events, send: Send, headers: Mapping[str, str]) ->
     summary: dict[str, str] = {}
     try:
         async for event in events:
-            if isinstance(event, router_pb2.TurnResult):
-                summary = receipt_headers(event.receipt)
-            else:
-                body = event[-1]
+            if isinstance(event, AnswerEnd):
+                summary = receipt_headers(event.result.receipt)
+            chunks = event.chunks if isinstance(event, AnswerEnd) else event
+            body = chunks[-1] if chunks else body
     except Exception as error:
         return await http.reply_error(send, to_reply(_typed(error)), headers)
     await http.reply(send, 200, body, {**headers, **summary})

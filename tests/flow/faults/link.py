@@ -20,6 +20,7 @@ class Link:
         self.port = 0
         self._server: asyncio.Server | None = None
         self._ends: set[asyncio.StreamWriter] = set()
+        self._relays: set[asyncio.Task[None]] = set()
         self._requests, self._replies = asyncio.Event(), asyncio.Event()
 
     @property
@@ -33,6 +34,8 @@ class Link:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.cut()
+        # A connection that was just made is not among its ends yet.
+        await asyncio.gather(*self._relays)
 
     @property
     def address(self) -> str:
@@ -66,8 +69,13 @@ class Link:
         """Work again, on new connections."""
         self.cut()
         self.resume()
-        self._server = await asyncio.start_server(self._relay, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        relay = asyncio.get_running_loop().create_task(self._relay(reader, writer))
+        self._relays.add(relay)
+        relay.add_done_callback(self._relays.discard)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -85,6 +93,9 @@ class Link:
             tasks.create_task(_copy(reader, far_writer, self._requests))
             tasks.create_task(_copy(far_reader, writer, self._replies))
         self._ends -= ends
+        for end in ends:
+            with suppress(ConnectionError):
+                await end.wait_closed()
 
 
 async def _copy(

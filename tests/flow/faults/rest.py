@@ -40,7 +40,7 @@ async def assert_released(world: World, conversation: str) -> None:
 
 
 async def eventually(
-    look: Callable[[], Awaitable[object]], wanted: object, seconds: float = 10.0
+    look: Callable[[], Awaitable[object]], wanted: object, seconds: float = 40.0
 ) -> None:
     """Look until one sees what is wanted; fail with what is seen after so long."""
     seen: object = None

@@ -9,14 +9,14 @@ import pytest
 from tests.flow.faults.driving import HOLD_SECONDS
 from tests.flow.faults.rest import assert_at_rest, assert_released, eventually
 from tests.flow.faults.turns import RIGHT, Turn, on_path, right_answer, right_turn
-from tests.flow.faults.world import LEASE_SECONDS, Setup, Worker
+from tests.flow.faults.world import Setup, Worker
 from tests.flow.faults.worlds import Worlds
 from tests.flow.sim.engines import prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ALMOST_A_LEASE = LEASE_SECONDS - 3
-"""After which a read is declined: the margin is 5 s."""
+LEFT_SECONDS = 3.0
+"""Of a lease, when a read is declined: the margin is 5 s."""
 
 
 async def _held(worker: Worker, kind: str, *, seconds: float) -> int:
@@ -35,14 +35,15 @@ async def test_A16_a_pull_that_prefill_declines_leaves_the_answer_right(
 ) -> None:
     world, conversation = await worlds.of(Setup(policy=policy)), f"a16-{worlds.seed()}"
     first = await right_turn(world, conversation, prompt(300, worlds.seed()))
-    prefill, _ = on_path(world, first)
+    prefill, decode = on_path(world, first)
     history = [*first.tokens, *first.answer, 7]
-    before = await _held(prefill, "hang", seconds=ALMOST_A_LEASE)
+    before = await _held(prefill, "hang", seconds=HOLD_SECONDS)
     async with asyncio.TaskGroup() as tasks:
         turn = Turn(world, conversation, history, tasks)
         # Its handle is taken, so its pin is not renewed any more.
         await prefill.until(lambda state: state["faults_applied"].get("hang", 0) > before)
-        await world.clock.advance(ALMOST_A_LEASE)
+        (pin,) = (await decode.state())["pins"]
+        await world.clock.advance(pin["expires_in_seconds"] - LEFT_SECONDS)
         await turn.end()
     assert (turn.outcome, turn.reuse) == (RIGHT, miss)
     assert turn.answer == await right_answer(world, history)

@@ -15,7 +15,7 @@ ANSWER_TOKENS = 40
 RIGHT = "right"
 GONE = "gone"
 PULLED = "pulled"
-_DEADLINE_SECONDS = 30.0
+_DEADLINE_SECONDS = 90.0
 
 
 class Turn:

@@ -50,7 +50,7 @@ class Setup:
     """How long the router bears a worker's silence."""
 
 
-IMPATIENT = Setup(patience_seconds=1.0)
+IMPATIENT = Setup(patience_seconds=2.5)
 """For workers that hang."""
 
 
@@ -239,9 +239,11 @@ def _worker_settings(
         "engine_url": engine_url,
         "events_socket": tmp_path / f"{worker_id}.sock",
         "engine_poll_seconds": 3600,
-        "event_timeout_seconds": 2,
-        "commit_timeout_seconds": 1,
+        "event_timeout_seconds": 5,
+        "commit_timeout_seconds": 3,
         "settle_timeout_seconds": 20,
+        # Longer than kvmeta is away in any case, on a busy machine, too.
+        "lease_ttl_seconds": 120,
         "grace_seconds": 10,
         # Simulated engines take no time, so there is nothing to compare.
         "pull_guard": False,
@@ -254,8 +256,8 @@ def _router_settings(kvmeta: Link, setup: Setup) -> RouterSettings:
         listen="127.0.0.1:0",
         gateway_listen="",
         kvmeta=kvmeta.address,
-        ledger_timeout_seconds=2.0,
-        ledger_call_timeout_seconds=4.0,
+        ledger_timeout_seconds=4.0,
+        ledger_call_timeout_seconds=8.0,
         registry_retry_seconds=0.05,
         registry_retry_max_seconds=0.1,
         worker_cooldown_seconds=0.5 * _ROUTER_SLOWNESS,

@@ -17,6 +17,7 @@ from services.router import app as router_app
 from services.router.settings import RouterSettings
 from services.worker import app as worker_app
 from services.worker.settings import WorkerSettings
+from tests.flow.patience import PATIENT_ROUTER, PATIENT_WORKER
 from tests.flow.sim.engines import MODEL, EngineClient, engine, poll
 
 CHAT = "/v1/chat/completions"
@@ -151,6 +152,7 @@ async def fleet(
                 "grace_seconds": 0.1,
                 # Simulated engines take no time, so there is nothing to compare.
                 "pull_guard": False,
+                **PATIENT_WORKER,
                 **(worker or {}),
             }
             workers.append(
@@ -160,10 +162,8 @@ async def fleet(
             "listen": f"{host}:0",
             "gateway_listen": f"{host}:0",
             "kvmeta": address,
-            # Generous, so that a busy test machine does not look like an outage.
-            "ledger_timeout_seconds": 5.0,
-            "connect_timeout_seconds": 5.0,
             "shutdown_grace_seconds": 0.0,
+            **PATIENT_ROUTER,
             **router,
         }
         built = await stack.enter_async_context(router_app.build(RouterSettings(**settings)))

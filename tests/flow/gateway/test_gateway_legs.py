@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +20,7 @@ from services.worker.legs import parse_body, prefill_body
 from tests.flow.gateway.fleet import CHAT, COMPLETIONS, HttpReply
 from tests.flow.router.fakes import eventually, raises, waits
 from tests.flow.router.memory_ledger import MODEL
-from tests.flow.router.stack import DECODE, Stack, running
+from tests.flow.router.stack import DECODE, Stack, running, slow_clock
 
 HI = [{"role": "user", "content": "hi"}]
 CHUNKS = [b'{"choices":[{"index":0,"delta":{"content":"a"}}]}', b'{"choices":[]}']
@@ -51,10 +52,12 @@ class Client:
 
 
 @asynccontextmanager
-async def gateway(host: str = "127.0.0.1", **settings: Any) -> AsyncIterator[Client]:
+async def gateway(
+    host: str = "127.0.0.1", clock: Callable[[], float] = slow_clock, **settings: Any
+) -> AsyncIterator[Client]:
     """A gateway over a fake prefill and a fake decode worker."""
     chosen = {"gateway_listen": f"{host}:0", **settings}
-    async with running(settings=chosen) as stack, aiohttp.ClientSession() as session:
+    async with running(settings=chosen, clock=clock) as stack, aiohttp.ClientSession() as session:
         stack["d0"].chunks = CHUNKS
         yield Client(stack, session, host)
 
@@ -260,7 +263,7 @@ async def test_rates_are_limited() -> None:
 
 
 async def test_a_turn_beyond_its_time_is_a_timeout() -> None:
-    async with gateway(max_turn_seconds=0.2) as client:
+    async with gateway(max_turn_seconds=0.2, clock=time.monotonic) as client:
         client.stack["d0"].decode_steps = [waits(asyncio.Event())]
         reply = await client.chat()
         assert (reply.status, reply.error["type"]) == (504, "TimeoutError")

@@ -84,10 +84,10 @@ async def test_a_connection_without_any_request_is_closed_without_a_word() -> No
 
 
 async def test_a_second_head_on_a_connection_has_its_own_time() -> None:
-    async with gateway(head_timeout_seconds=0.3) as client, wire(client) as kept:
+    async with gateway(head_timeout_seconds=1.0) as client, wire(client) as kept:
         await kept.send(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
         assert (await kept.reply()).startswith(b"HTTP/1.1 200")
-        await asyncio.sleep(0.5)  # idle for longer than a head may take
+        await asyncio.sleep(1.5)  # idle for longer than a head may take
         await kept.send(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\nGET /he")
         assert (await kept.reply()).startswith(b"HTTP/1.1 200")
         assert (await kept.to_the_end()).startswith(b"HTTP/1.1 408")
@@ -117,14 +117,14 @@ async def test_a_head_below_the_limit_is_taken() -> None:
 
 
 async def test_a_head_that_begins_during_an_answer_does_not_cut_it() -> None:
-    async with gateway(head_timeout_seconds=0.2) as client, wire(client) as kept:
+    async with gateway(head_timeout_seconds=1.0) as client, wire(client) as kept:
         gate = asyncio.Event()
         client.stack["d0"].mid_answer_steps = [waits(gate)]
         body = b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"stream":true}'
         head = CHAT_HEAD + b"content-length: %d\r\n\r\n" % len(body)
         await kept.send(head + body + b"GET /he")
         await eventually(lambda: client.stack["d0"].decodes)
-        await asyncio.sleep(0.4)  # longer than a head may take
+        await asyncio.sleep(1.5)  # longer than a head may take
         gate.set()
         answer = await kept.to_the_end()
         assert b"data: [DONE]" in answer

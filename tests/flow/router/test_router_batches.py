@@ -1,4 +1,4 @@
-"""Chunks that arrived together go on together, to those who accept it."""
+"""Chunks that arrived together go on together, the end with the result, to those who accept it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.flow.router.stack import chat_request, running
 
 @pytest.mark.parametrize(
     ("accept", "kinds"),
-    [(True, ["batch", "result"]), (False, ["chunk", "chunk", "result"])],
+    [(True, ["batch"]), (False, ["chunk", "chunk", "result"])],
 )
 async def test_a_batch_goes_on_as_one_or_as_chunks(accept, kinds) -> None:
     async with running() as stack:
@@ -20,7 +20,9 @@ async def test_a_batch_goes_on_as_one_or_as_chunks(accept, kinds) -> None:
         assert [event.WhichOneof("event") for event in events] == kinds
         chunks = [*events[0].batch.chunks_json] or [event.chunk.json for event in events[:-1]]
         assert chunks == stack["d0"].chunks
-        assert events[-1].result.receipt.ttft.ToNanoseconds() > 0
+        result = events[-1].batch.result if accept else events[-1].result
+        assert result.receipt.ttft.ToNanoseconds() > 0
+        assert result.usage.completion_tokens == 2
 
 
 @pytest.mark.parametrize("accept", [True, False])
@@ -31,7 +33,7 @@ async def test_completions_have_batches_too(accept: bool) -> None:
             model="tiny", token_ids_json=b"[1, 2, 3]", accept_batches=accept
         )
         events = [event async for event in stack.stub.Generate(request)]
-        assert len(events) == (2 if accept else 3)
+        assert len(events) == (1 if accept else 3)
         assert stack["p0"].prefills[0].body_json == b'{"model":"tiny","prompt":[1, 2, 3]}'
 
 

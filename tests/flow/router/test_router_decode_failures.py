@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 
 import pytest
 
@@ -155,13 +156,14 @@ async def test_a_worker_that_drains_is_left_and_still_pulled_from() -> None:
 async def test_a_caller_without_patience_says_nothing_of_a_worker(silent_id: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         # The router gives up well before the caller hangs up.
-        async with running(settings={"deadline_margin_seconds": 0.5}) as stack:
+        settings = {"deadline_margin_seconds": 1.5}
+        async with running(settings=settings, clock=time.monotonic) as stack:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             stack[silent_id].worker.address = address
             stack.registry.add(stack[silent_id].worker)
             await eventually(lambda: _address(stack, silent_id) == address)
             with pytest.raises(DeadlineError):
-                await stack.chat("c", timeout_seconds=0.8)
+                await stack.chat("c", timeout_seconds=2.0)
             await eventually(lambda: stack.count("turns_total", outcome="cancelled") == 1)
             assert _is_reachable(stack, silent_id)
 

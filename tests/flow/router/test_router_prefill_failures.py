@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -164,7 +165,7 @@ async def test_later_turns_avoid_a_prefill_worker_that_was_not_reached() -> None
 
 
 async def test_slow_prefill_is_given_up_and_repeated_without_the_handle() -> None:
-    async with running(prefill=["p0", "p1"], settings={"prefill_timeout_seconds": 0.2}) as stack:
+    async with running(prefill=["p0", "p1"], settings={"prefill_timeout_seconds": 1.0}) as stack:
         stack.give_handle("c", "d0")
         stack["p0"].prefill_steps = [waits(asyncio.Event())]
         answer = await stack.chat("c")
@@ -174,11 +175,11 @@ async def test_slow_prefill_is_given_up_and_repeated_without_the_handle() -> Non
 
 
 async def test_deadline_of_the_client_ends_the_prefill_leg_without_a_repeat() -> None:
-    async with running(prefill=["p0", "p1"]) as stack:
+    async with running(prefill=["p0", "p1"], clock=time.monotonic) as stack:
         stack.give_handle("c", "d0")
         stack["p0"].prefill_steps = [waits(asyncio.Event())]
         with pytest.raises(DeadlineError):
-            await stack.chat("c", timeout_seconds=0.3)
+            await stack.chat("c", timeout_seconds=1.5)
         await eventually(lambda: stack["p0"].cancelled == ["prefill"])
         await eventually(lambda: stack.count("turns_total", outcome="cancelled") == 1)
         assert stack["p1"].calls == 0

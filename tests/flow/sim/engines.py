@@ -144,7 +144,11 @@ async def process(
     chosen = SimSettings(**{"port": 0, "side_channel_port": 0, "answer_tokens": 0} | settings)
     async with (
         app.build(chosen, clock=clock) as running,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session,
+        aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=60),
+            # An engine may close an idle connection just when it is used again.
+            connector=aiohttp.TCPConnector(force_close=True),
+        ) as session,
     ):
         yield [EngineClient(session, host, running) for host in running.hosts]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from kvloop.common.v1 import common_pb2
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker import app as worker_app
 from services.worker.settings import WorkerSettings
+from tests.flow.patience import PATIENT_WORKER
 from tests.flow.sim.engines import EngineClient, engine
 from tests.flow.sim.ledgers import RememberingLedger, RememberingRegistry
 
@@ -89,7 +90,9 @@ def api_of(body: dict[str, Any]) -> common_pb2.Api.ValueType:
 
 
 @asynccontextmanager
-async def open_sidecar(tmp_path: Path, role: str, **sim: Any) -> AsyncIterator[Sidecar]:
+async def open_sidecar(
+    tmp_path: Path, role: str, sidecar: Mapping[str, Any] | None = None, **sim: Any
+) -> AsyncIterator[Sidecar]:
     socket = tmp_path / f"{role}.sock"
     ledger, registry = RememberingLedger(), RememberingRegistry()
     async with AsyncExitStack() as stack:
@@ -103,6 +106,8 @@ async def open_sidecar(tmp_path: Path, role: str, **sim: Any) -> AsyncIterator[S
             "engine_url": client.url,
             "events_socket": socket,
             "engine_poll_seconds": 60,
+            **PATIENT_WORKER,
+            **(sidecar or {}),
         }
         settings = WorkerSettings(**values)
         worker = await stack.enter_async_context(

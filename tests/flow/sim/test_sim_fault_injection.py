@@ -85,7 +85,7 @@ async def test_a_hanging_request_ends_with_its_client(decode: EngineClient) -> N
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await decode.post(COMPLETIONS, _BODY, _with("hang"))
-    assert (await decode.state())["waiting"] == []
+    await decode.until(lambda state: state["waiting"] == [])
 
 
 async def test_a_late_first_byte_is_late_and_otherwise_right() -> None:

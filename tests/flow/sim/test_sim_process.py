@@ -7,17 +7,20 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import aiohttp
+import pytest
+
+from kvloop.stack.ports import PortPool
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else gets before the process has it."""
+    with PortPool() as ports:
+        yield ports.take(8900)
 
 
 @asynccontextmanager
@@ -51,8 +54,7 @@ async def _until_healthy(port: int) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_it_serves_and_ends_at_sigterm_in_the_middle_of_a_stream() -> None:
-    port = _free_port()
+async def test_it_serves_and_ends_at_sigterm_in_the_middle_of_a_stream(port: int) -> None:
     flags = (f"--port={port}", "--side-channel-port=0", "--preset=tiny-cpu", "--log-json")
     async with _process(*flags) as running:
         await _until_healthy(port)
@@ -62,11 +64,10 @@ async def test_it_serves_and_ends_at_sigterm_in_the_middle_of_a_stream() -> None
             async with session.post(url, json=body) as reply:
                 await reply.content.readany()
                 running.send_signal(signal.SIGTERM)
-                assert await asyncio.wait_for(running.wait(), 10) == 0
+                assert await asyncio.wait_for(running.wait(), 60) == 0
 
 
-async def test_the_process_ends_when_its_only_engine_exits() -> None:
-    port = _free_port()
+async def test_the_process_ends_when_its_only_engine_exits(port: int) -> None:
     async with _process(f"--port={port}", "--side-channel-port=0", "--fault=exit") as running:
         await _until_healthy(port)
         async with aiohttp.ClientSession() as session:
@@ -75,7 +76,7 @@ async def test_the_process_ends_when_its_only_engine_exits() -> None:
                 await session.post(url, json={"prompt": "hi"})
             except aiohttp.ClientError:
                 pass
-        assert await asyncio.wait_for(running.wait(), 10) == 1
+        assert await asyncio.wait_for(running.wait(), 60) == 1
 
 
 async def test_a_taken_port_is_told_in_one_line() -> None:

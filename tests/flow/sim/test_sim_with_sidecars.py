@@ -186,7 +186,7 @@ async def test_prefill_repeats_without_the_handle_when_the_pull_fails_the_reques
 
 
 async def test_without_an_event_the_turn_is_not_committed(tmp_path: Path) -> None:
-    async with open_pair(tmp_path) as pair:
+    async with open_pair(tmp_path, sidecar={"event_timeout_seconds": 3}) as pair:
         await pair.decode.engine.post("/sim/faults", {"kind": "no_event", "count": 1})
         _, _, summary = await pair.turn({"prompt": "hello", "max_tokens": 5})
         assert summary.commit_outcome == worker_pb2.COMMIT_OUTCOME_NO_EVENT
@@ -196,7 +196,7 @@ async def test_without_an_event_the_turn_is_not_committed(tmp_path: Path) -> Non
 
 async def test_an_event_that_comes_too_late_releases_the_turn(tmp_path: Path) -> None:
     clock = JumpClock()
-    async with open_pair(tmp_path, clock=clock) as pair:
+    async with open_pair(tmp_path, clock=clock, sidecar={"event_timeout_seconds": 0.5}) as pair:
         await pair.decode.engine.post(
             "/sim/faults", {"kind": "delay_event", "seconds": 60, "count": 1}
         )

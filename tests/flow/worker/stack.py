@@ -45,8 +45,12 @@ class SidecarStack:
         return self.worker.metrics.registry.get_sample_value(f"kvloop_worker_{name}", labels)
 
 
+SILENT_ENGINE: Any = {"event_timeout_seconds": 0.3}
+"""Settings for turns whose end the engine does not report."""
+
+
 def settings(tmp_path: Path, role: str = "decode", **changes: Any) -> WorkerSettings:
-    """Settings of a sidecar that attaches; short timeouts."""
+    """Settings of a sidecar that attaches; patient, as the machine may be busy."""
     values: dict[str, Any] = {
         "role": role,
         "worker_id": f"{role}-0",
@@ -54,10 +58,10 @@ def settings(tmp_path: Path, role: str = "decode", **changes: Any) -> WorkerSett
         "kvmeta": "127.0.0.1:1",
         "engine_url": "http://127.0.0.1:1",
         "events_socket": tmp_path / "e.sock",
-        "event_timeout_seconds": 0.3,
-        "commit_timeout_seconds": 0.5,
-        "engine_start_timeout_seconds": 5,
-        "hello_timeout_seconds": 5,
+        "event_timeout_seconds": 15,
+        "commit_timeout_seconds": 15,
+        "engine_start_timeout_seconds": 20,
+        "hello_timeout_seconds": 20,
         "grace_seconds": 2,
     }
     return WorkerSettings(**(values | changes))

@@ -24,6 +24,7 @@ from tests.flow.worker.stack import (
     FIRST,
     KEY,
     LAST,
+    SILENT_ENGINE,
     USAGE,
     answer,
     collect,
@@ -101,17 +102,20 @@ async def test_events_that_arrive_together_are_one_batch_to_who_accepts_it(
 ) -> None:
     async with sidecar(tmp_path) as stack:
         for accept, kinds in (
-            (True, ["batch", "batch", "summary"]),
+            (True, ["batch", "batch"]),
             (False, ["chunk_json"] * 4 + ["summary"]),
         ):
             stack.vllm.answers[CHAT] = Answer(steps=[b"".join(sse(FIRST, FIRST, LAST, USAGE))])
             request = decode_request(turn_id=f"turn-{accept}", accept_batches=accept)
             call = stack.stub.Decode(request)
+            first = await next_event(call)
+            assert first is not None
+            events = [first]
             await stack.connector.finish(f"turn-{accept}")
-            events = []
             while (event := await next_event(call)) is not None:
                 events.append(event)
             assert [event.WhichOneof("event") for event in events] == kinds
+            assert events[-1].batch.HasField("summary") is accept
 
 
 async def test_a_prompt_is_not_read_where_its_place_is_told(tmp_path: Path) -> None:
@@ -151,7 +155,7 @@ async def test_a_superseded_turn_is_released_through_the_event_socket(tmp_path: 
 
 
 async def test_without_a_report_from_the_engine_the_answer_is_whole(tmp_path: Path) -> None:
-    async with sidecar(tmp_path) as stack:
+    async with sidecar(tmp_path, **SILENT_ENGINE) as stack:
         stack.vllm.answers[CHAT] = answer()
         chunks, summary = await collect(stack.stub.Decode(decode_request()))
         assert stack.metric("commits_total", outcome="NO_EVENT") == 1

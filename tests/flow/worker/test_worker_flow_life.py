@@ -25,6 +25,7 @@ from tests.flow.worker.stack import (
     ENGINE_REF,
     FIRST,
     LAST,
+    SILENT_ENGINE,
     USAGE,
     answer,
     collect,
@@ -117,16 +118,17 @@ async def test_a_lease_that_is_lost_is_taken_again(tmp_path: Path) -> None:
 async def test_kvmeta_may_come_late_and_go_and_come_back(tmp_path: Path) -> None:
     async with fake_kvmeta() as kvmeta:
         port = kvmeta.port
-    chosen = settings(tmp_path, kvmeta=f"127.0.0.1:{port}", lease_ttl_seconds=1)
+    chosen = settings(tmp_path, kvmeta=f"127.0.0.1:{port}", lease_ttl_seconds=4)
     async with (
         connector_of(chosen),
         app.build(chosen, engine=FakeEngine()) as worker,
     ):
         assert not worker.registration.registered
-        kvmeta.lease_seconds = 1
+        kvmeta.lease_seconds = 4
         for life in (1, 2):
             async with fake_kvmeta(kvmeta, port):
-                await until(lambda: worker.registration.registered, 10)
+                await until(lambda life=life: len(kvmeta.registered) == life)
+                await until(lambda: worker.registration.registered)
                 seen = len(kvmeta.renewals)
                 await until(lambda seen=seen: len(kvmeta.renewals) > seen)
             await until(lambda: not worker.registration.registered)
@@ -273,7 +275,7 @@ async def test_metrics_are_served_for_prometheus(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    async with sidecar(tmp_path, metrics_listen=address) as stack:
+    async with sidecar(tmp_path, metrics_listen=address, **SILENT_ENGINE) as stack:
         stack.vllm.answers[CHAT] = answer()
         await collect(stack.stub.Decode(decode_request()))
         async with aiohttp.ClientSession() as session, session.get(f"http://{address}/") as reply:

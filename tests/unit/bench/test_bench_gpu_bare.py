@@ -46,14 +46,14 @@ async def test_the_second_turn_carries_decodes_handle_and_equals_a_recompute() -
         fresh = await turns.run(TurnRequest("b", history, 16, reuse=False, last=True))
         assert fresh.pulled_tokens == 0
         assert fresh.token_ids == again.token_ids
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(25):
             await _no_pins(decode)
 
 
 async def test_a_turn_without_reuse_leaves_nothing_retained() -> None:
     async with _bare() as (turns, _, decode):
         await turns.run(TurnRequest("a", prompt(300), 32, reuse=False, last=False))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(25):
             await _no_pins(decode)
 
 
@@ -62,7 +62,7 @@ async def test_a_conversation_that_ends_early_gives_its_handle_up() -> None:
         await turns.run(TurnRequest("a", prompt(300), 32, reuse=True, last=False))
         assert (await decode.state())["pins"]
         await turns.end("a")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(25):
             await _no_pins(decode)
         await turns.end("a")
 

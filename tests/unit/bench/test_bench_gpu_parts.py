@@ -15,7 +15,8 @@ from bench.gpu import checks, parts
 from bench.gpu.added import added
 from bench.gpu.engines import engine_pairs, rehearsal_pairs
 from bench.gpu.models import kv_bytes_per_token, model_config
-from bench.gpu.parts import PARTS, Bench, Outcome, Ways
+from bench.gpu.outcome import Outcome
+from bench.gpu.parts import PARTS, Bench, Ways
 from kvloop.bench.rounds import run_rounds
 from kvloop.bench.samples import Run, Sample, Shape
 from kvloop.bench.turns import TurnRequest, TurnResult
@@ -45,6 +46,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(
         ways=dict.fromkeys(engine_pairs(), ways),
         clock=clock,
+        wall_clock=lambda: round(clock() * 1e9),
         stop=lambda: False,
         on_progress=lambda progress: None,
         source=random.Random(1),
@@ -66,9 +68,10 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_every_part_runs_to_its_end(bench: Bench, name: str) -> None:
     found = Outcome()
     await PARTS[name].run(bench, found)
+    await found.finish()
     assert found.runs
     assert not [s.error for run in found.runs.values() for s in run.samples if s.error]
-    json.dumps([found.records(), found.notes, found.traffic])
+    json.dumps(found.records())
     assert (name in ("q8", "two-gpus")) == bool(found.notes)
 
 
@@ -89,8 +92,19 @@ def test_every_pair_makes_a_stack(pair, tmp_path: Path) -> None:
     assert Path(pair.model).name in (REPOSITORY / "bench/gpu/setup.sh").read_text()
 
 
-def test_a_rehearsal_knows_the_same_engines() -> None:
-    assert set(rehearsal_pairs("tiny")) == set(engine_pairs())
+def test_a_rehearsal_knows_the_same_engines_but_those_of_the_bare_protocol() -> None:
+    assert set(engine_pairs()) - set(rehearsal_pairs("tiny")) == {"q8-bare"}
+
+
+async def test_without_engines_of_its_own_the_bare_protocol_runs_on_kvloops(bench: Bench) -> None:
+    ways = {name: made for name, made in bench.ways.items() if name != "q8-bare"}
+    found = Outcome()
+    rehearsal = dataclasses.replace(bench, ways=ways, most_repetitions=2)
+    await PARTS["q8"].run(rehearsal, found)
+    await found.finish()
+    assert len(found.notes) == 3 * 2 + 3  # with reuse and without; after idle times with reuse
+    bare = [s for s in found.runs["q8-8192"].samples if s.variant == "bare-off" and s.turn == 2]
+    assert [sample.repetition for sample in bare] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,14 +14,15 @@ from bench.soak.chaos import Attack, Killer
 from bench.soak.faults import INJECTIONS, Dice
 from bench.soak.leftovers import Look
 from bench.soak.memory import Sample, Trend, trend
-from bench.soak.processes import Service, free_ports
+from bench.soak.processes import Service
 from bench.soak.referee import Referee
 from bench.soak.scrape import Metrics
 from bench.soak.speakers import Heard, Trouble
-from bench.soak.stack import BLOCK_SIZE, MODEL
+from bench.soak.stack import BLOCK_SIZE, MODEL, Shape, Stack, lay_out
 from bench.soak.talks import ChatTalk, TokenTalk, matches
 from bench.soak.tally import Tally
 from bench.soak.verdicts import on_answers, on_kills, on_memory, on_rest
+from kvloop.stack.ports import PortPool
 from services.sim.faults import parse
 from tests.flow.sim.engines import CHAT, engine, prompt
 
@@ -152,10 +154,24 @@ def test_metrics_are_read() -> None:
         metrics.total("c")
 
 
-def test_ports_differ_and_are_none_that_the_kernel_gives_away() -> None:
-    ports = free_ports(50, random.Random(1))
-    assert len(set(ports)) == 50
+def test_stacks_that_start_together_share_no_port_and_have_none_that_the_kernel_gives_away(
+    tmp_path: Path,
+) -> None:
+    with PortPool() as one, PortPool() as other:
+        stacks = [lay_out(Shape(routers=2), tmp_path, tmp_path, pool) for pool in (one, other)]
+    ports = [port for stack in stacks for port in _ports(stack)]
+    assert len(ports) == 2 * 24
+    assert len(set(ports)) == len(ports)
     assert max(ports) < 32_768
+
+
+def _ports(stack: Stack) -> Iterator[int]:
+    """All ports that a stack's processes are told to take."""
+    for service in stack.services:
+        for argument in service.command:
+            name, _, value = argument.partition("=")
+            if name.endswith(("listen", "port")):
+                yield int(value.rpartition(":")[2])
 
 
 class _Victim:

@@ -22,6 +22,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         chunks: JSON of each chunk to send.
         together: chunks in one event at most.
         result: last event; None leaves it out.
+        result_in_batch: it comes with the last chunks.
         error: raised after the chunks.
         hang: never end after the chunks.
         requests: every request received.
@@ -33,6 +34,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self.chunks: list[dict[str, Any]] = []
         self.together = 1
         self.result: router_pb2.TurnResult | None = router_pb2.TurnResult()
+        self.result_in_batch = False
         self.error: Exception | None = None
         self.hang = False
         self.models: list[router_pb2.Model] = []
@@ -55,6 +57,10 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         encoded = [json.dumps(chunk).encode() for chunk in self.chunks]
         for start in range(0, len(encoded), self.together):
             batch = encoded[start : start + self.together]
+            if self.result_in_batch and start + self.together >= len(encoded):
+                end = router_pb2.ChunkBatch(chunks_json=batch, result=self.result)
+                yield response(batch=end)
+                return
             if len(batch) > 1:
                 yield response(batch=router_pb2.ChunkBatch(chunks_json=batch))
             else:

@@ -56,6 +56,18 @@ async def test_chunks_of_a_batch_come_one_by_one(client: Any, router: FakeRouter
     assert router.requests[0].accept_batches
 
 
+async def test_the_last_batch_may_bring_the_result(client: Any, router: FakeRouter) -> None:
+    router.chunks = [chat_chunk(text) for text in ("a", "b", "c")]
+    router.together = 2
+    router.result = turn_result(turn=7)
+    router.result_in_batch = True
+    answer = client.chat(HELLO, model="m")
+    assert [chunk.text async for chunk in answer] == ["a", "b", "c"]
+    done = await answer.collect()
+    assert (done.text, done.receipt.turn) == ("abc", 7)
+    assert [chunk.text async for chunk in answer] == []
+
+
 async def test_a_closed_answer_gives_no_more_chunks(client: Any, router: FakeRouter) -> None:
     router.chunks = [chat_chunk(text) for text in ("a", "b", "c")]
     router.together = 3

@@ -99,7 +99,7 @@ def test_one_that_answers_too_slowly_neither_holds_up_nor_hides_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_shares, "_ANSWER_SECONDS", 0.5)
-    drops = [b"# HELP slow More and more.\n"] * 20
+    drops = [b"# HELP slow More and more.\n"] * 100  # for 10 s
     with (
         metrics_shares.share(_registry(3), tmp_path, 1),
         _answers(tmp_path / "0.metrics", [*drops, b"# EOF\n"], pause=0.1),
@@ -107,7 +107,7 @@ def test_one_that_answers_too_slowly_neither_holds_up_nor_hides_the_others(
         start = time.monotonic()
         shown = metrics_shares.of_all(tmp_path)
         assert shown.get_sample_value("running", {"process": "1"}) == 3
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 6
 
 
 def test_one_who_asks_and_reads_nothing_does_not_hold_up_the_end(tmp_path: Path) -> None:

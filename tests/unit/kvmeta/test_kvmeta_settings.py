@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
+from services.common.process import load_settings
 from services.kvmeta.settings import KvmetaSettings
 
 
@@ -27,6 +28,8 @@ def test_the_defaults_are_valid() -> None:
         ("database_url", "kvmeta.db", "not a database URL"),
         ("database_url", "mysql://host/name", "not supported"),
         ("database_url", "postgresql://host/name?sslmode=require", "is called ssl"),
+        ("database_url", "postgresql://host/name?connect_timeout=3", "no such option: connect_"),
+        ("database_url", "postgresql://host:port/name", "not a database URL"),
         ("database_url", "sqlite://", "needs a file"),
         ("database_url", "sqlite:///:memory:", "needs a file"),
         ("lease_ttl_seconds", 1000, "max_lease_ttl_seconds"),
@@ -40,6 +43,26 @@ def test_the_defaults_are_valid() -> None:
 def test_a_wrong_value_is_refused_with_its_reason(field, value, text) -> None:
     with pytest.raises(ValidationError, match=text):
         KvmetaSettings(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql//user:hunter2@host/name",
+        "postgresql://user:p@hunter2@host/name",
+        "postgresql://user:p@host:hunter2@host/name",
+        "postgresql://user@host/name?Password=hunter2",
+        "mysql://user:hunter2@host/name",
+    ],
+)
+def test_a_database_url_is_refused_without_its_password(url, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvmeta", "--database-url", url])
+    with pytest.raises(SystemExit) as ended:
+        load_settings(KvmetaSettings)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("--database-url: ")
+    assert "hunter2" not in told
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ async def test_process_that_ignores_sigterm_is_killed() -> None:
 async def test_kill_all_ends_everything_at_once() -> None:
     async with Stack(_settings(), entry_points=ENTRY_POINTS) as stack:
         stack.kill_all()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await stack.stop("router")
         assert stack.pid("router") is None
 
@@ -211,7 +211,7 @@ asyncio.run(main())
     assert len(_processes()) == 1 + 4
     process.kill()
     await process.wait()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):
         while True:
             if not _processes():
                 break

@@ -221,7 +221,7 @@ def finished(turn_id: str = "turn-1", *, retained: bool = True, **changes: Any) 
 
 
 async def until(
-    condition: Callable[[], object] | Callable[[], Awaitable[object]], seconds: float = 5.0
+    condition: Callable[[], object] | Callable[[], Awaitable[object]], seconds: float = 20.0
 ) -> None:
     """Wait until the condition holds; fail after that many seconds."""
     async with asyncio.timeout(seconds):

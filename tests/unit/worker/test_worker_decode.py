@@ -93,7 +93,13 @@ async def _run(leg: DecodeLeg, order: DecodeOrder) -> tuple[list[bytes], DecodeS
     *chunks, summary = [event async for event in leg.run(order)]
     assert isinstance(summary, DecodeSummary)
     assert all(isinstance(event, list) for event in chunks)
-    return [chunk for event in chunks if isinstance(event, list) for chunk in event], summary
+    passed = [chunk for event in chunks if isinstance(event, list) for chunk in event]
+    return [*passed, *summary.chunks], summary
+
+
+def _chunks_of_end(event: list[bytes] | DecodeSummary) -> list[bytes]:
+    assert isinstance(event, DecodeSummary)
+    return event.chunks
 
 
 async def test_chunks_pass_as_written_and_the_summary_ends_the_leg(
@@ -118,7 +124,7 @@ async def test_the_chunk_that_ends_the_answer_comes_after_the_commit(
         await until(lambda: world.ledger.commits)
         assert not last.done()
         committed.set()
-        assert await last == [LAST]
+        assert _chunks_of_end(await last)[0] == LAST
 
 
 async def test_chunks_that_arrive_together_pass_together(world: _World, leg: DecodeLeg) -> None:
@@ -133,8 +139,7 @@ async def test_chunks_that_arrive_together_pass_together(world: _World, leg: Dec
         await until(lambda: world.ledger.commits)
         assert not last.done()
         committed.set()
-        assert await last == [LAST, USAGE]
-        assert isinstance(await anext(events), DecodeSummary)
+        assert _chunks_of_end(await last) == [LAST, USAGE]
 
 
 async def test_what_arrived_with_an_error_passes_before_it(world: _World, leg: DecodeLeg) -> None:
@@ -162,7 +167,7 @@ async def test_an_event_after_the_last_chunk_is_waited_for(world: _World, leg: D
         await asyncio.sleep(0)
         assert not last.done()
         world.finish()
-        assert await last == [LAST]
+        assert _chunks_of_end(await last)[0] == LAST
 
 
 async def test_without_an_event_the_answer_is_whole_and_the_outcome_named(
@@ -207,6 +212,24 @@ async def test_several_choices_retain_nothing(world: _World, leg: DecodeLeg) -> 
     assert chunks == [FIRST, LAST, other, USAGE]
     assert summary.commit.outcome is CommitOutcome.NOT_PINNED
     assert "kv_transfer_params" not in world.engine.bodies[0]
+
+
+async def test_the_end_of_one_choice_waits_for_no_more_than_the_next_chunk(
+    world: _World, leg: DecodeLeg
+) -> None:
+    more = b'{"choices":[{"index":1,"delta":{"content":"x"}}]}'
+    end = b'{"choices":[{"index":1,"delta":{},"finish_reason":"stop"}]}'
+    world.engine.script = [LAST, more, asyncio.Event(), end, DONE]
+    async with aclosing(leg.run(_order(b'{"n":2}'))) as events:
+        assert await anext(events) == [LAST, more]
+
+
+async def test_the_end_of_an_answer_passes_before_an_error(world: _World, leg: DecodeLeg) -> None:
+    world.engine.script = [world.finish, LAST, UnavailableError("cut", reason="ENGINE_LOST")]
+    async with aclosing(leg.run(_order())) as events:
+        assert await anext(events) == [LAST]
+        with pytest.raises(UnavailableError):
+            await anext(events)
 
 
 async def test_several_choices_cannot_share_a_hand_off(world: _World, leg: DecodeLeg) -> None:

@@ -57,7 +57,7 @@ def _pids(log: Path) -> list[int]:
 
 
 async def _started(log: Path) -> list[int]:
-    await until(lambda: _pids(log), 10)
+    await until(lambda: _pids(log), 25)
     pids = _pids(log)
     assert len(_alive(pids)) == 3
     return pids
@@ -127,7 +127,7 @@ async def test_the_log_is_kept_and_read_from_where_this_life_began(log: Path) ->
         return lines
 
     async with start_engine(PROGRAM, ENVIRONMENT, log, stop_grace_seconds=1) as process:
-        await until(lambda: "loading 20%" in seen(process), 10)
+        await until(lambda: "loading 20%" in seen(process), 25)
         assert "an earlier life" not in lines
         assert "KVLOOP_TEST=passed on" in lines
         assert "loading 10%" in lines

@@ -86,7 +86,8 @@ def _reply(content: Any = "hello", **message: Any) -> bytes:
 async def _run(leg: DecodeLeg, order: DecodeOrder) -> tuple[list[bytes], DecodeSummary]:
     *chunks, summary = [event async for event in leg.run(order)]
     assert isinstance(summary, DecodeSummary)
-    return [chunk for event in chunks if isinstance(event, list) for chunk in event], summary
+    passed = [chunk for event in chunks if isinstance(event, list) for chunk in event]
+    return [*passed, *summary.chunks], summary
 
 
 async def test_a_whole_reply_is_one_chunk_less_its_params(
@@ -124,7 +125,9 @@ async def test_a_whole_reply_is_sent_after_its_commit(
 ) -> None:
     engine.replies = [_reply()]
     events = leg.run(_order())
-    assert await anext(events) == [_reply()]
+    end = await anext(events)
+    assert isinstance(end, DecodeSummary)
+    assert end.chunks == [_reply()]
     assert len(ledger.stored) == 1
     await events.aclose()
 
