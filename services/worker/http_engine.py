@@ -170,8 +170,8 @@ async def _drain(reply: aiohttp.ClientResponse) -> None:
     try:
         async with asyncio.timeout(_DRAIN_SECONDS):
             await reply.read()
-    except TimeoutError:
-        return  # closed instead of kept
+    except (TimeoutError, aiohttp.ClientError, ConnectionError):
+        return  # closed instead of kept; the answer was whole
 
 
 async def _read(reply: aiohttp.ClientResponse) -> bytes:

@@ -72,11 +72,15 @@ async def test_nothing_is_begun_for_callers_that_have_all_gone(tmp_path: Path) -
     async with open_sqlite(tmp_path / "ledger.db") as transactions:
         await transactions.write(metadata.create_all)
         statements = await impatient(transactions)
-        gate = threading.Event()
+        begun, gate = threading.Event(), threading.Event()
+
+        def wait(_: sa.Connection) -> None:
+            begun.set()
+            gate.wait()
+
         async with asyncio.TaskGroup() as tasks:
-            busy = tasks.create_task(transactions.write(lambda connection: gate.wait()))
-            while not statements:  # the writer is busy with it
-                await asyncio.sleep(0.001)
+            busy = tasks.create_task(transactions.write(wait))
+            await asyncio.to_thread(begun.wait)
             gone = tasks.create_task(transactions.write(insert("gone")))
             await asyncio.sleep(0)  # handed over
             gone.cancel()

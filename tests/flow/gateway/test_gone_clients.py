@@ -28,7 +28,7 @@ from services.worker.settings import WorkerSettings
 from tests.flow.sim.engines import EngineClient, engine, poll
 
 _LIMIT_SECONDS = 0.2
-_TRIES = 3
+_TRIES = 10
 """The best counts: others may keep this machine busy at the moment of one."""
 _PROMPT = "time first token block cache " * 40
 _TOKENS = 100_000
@@ -157,7 +157,12 @@ async def _seconds_to_stop(running: Fleet, front: str, role: str) -> float:
 
 
 async def _best(running: Fleet, front: str, role: str) -> float:
-    return min([await _seconds_to_stop(running, front, role) for _ in range(_TRIES)])
+    best = float("inf")
+    for _ in range(_TRIES):
+        best = min(best, await _seconds_to_stop(running, front, role))
+        if best < _LIMIT_SECONDS:
+            break
+    return best
 
 
 _SLOW_PREFILL = {"prefill_tokens_per_second": 1.0}
