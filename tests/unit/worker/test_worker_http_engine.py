@@ -72,6 +72,20 @@ async def test_a_stream_that_ends_cleanly_but_without_done_is_lost(
     assert caught.value.reason == "ENGINE_LOST"
 
 
+async def test_an_engine_that_dies_after_done_has_answered(
+    vllm: FakeVllm, engine: HttpEngine
+) -> None:
+    read = asyncio.Event()
+    vllm.answers[CHAT] = Answer(steps=[*sse(b'{"a":1}'), read, BREAK])
+    payloads: list[bytes] = []
+    async with engine.stream(CHAT, b"{}") as batches:
+        async for batch in batches:
+            payloads += batch
+            if DONE in batch:
+                read.set()
+    assert payloads == [b'{"a":1}', DONE]
+
+
 async def test_a_last_event_without_newline_still_counts(
     vllm: FakeVllm, engine: HttpEngine
 ) -> None:
