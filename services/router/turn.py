@@ -124,6 +124,7 @@ class TurnPipeline:
             async with aclosing(self._decode.run(turn, decode_worker)) as arrivals:
                 async for chunks in arrivals:
                     yield self._told(turn, chunks)
+            end = AnswerEnd(self._told(turn, turn.last_chunks), receipt.build_result(turn))
             self._ends.answered(turn)
         except KvloopError as error:
             name_prompt(error, request.prompt_path)
@@ -135,7 +136,7 @@ class TurnPipeline:
         except Exception:
             self._ends.broke(turn)
             raise
-        yield AnswerEnd(self._told(turn, turn.last_chunks), receipt.build_result(turn))
+        yield end
 
     def new_turn_id(self) -> str:
         """An id for a turn."""

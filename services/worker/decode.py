@@ -92,6 +92,34 @@ _FORMS: Mapping[Api, _Form] = {
 }
 
 
+class _Passage:
+    """Tells chunks that may go on from those that may be the answer's end, in order.
+
+    Args:
+        forward_usage: whether chunks with nothing but the usage go on at all.
+    """
+
+    def __init__(self, *, forward_usage: bool) -> None:
+        self._forward_usage = forward_usage
+        self.ready: list[bytes] = []
+        """Those that may go on now."""
+        self.ending: list[bytes] = []
+        """Those behind them, which end the answer unless another choice goes on."""
+
+    def enter(self, chunk: Chunk) -> None:
+        """Take in the next chunk."""
+        if not (chunk.ends_answer or chunk.only_usage):
+            self.ready += (*self.ending, chunk.json)
+            self.ending = []
+        elif self._forward_usage or not chunk.only_usage:
+            self.ending.append(chunk.json)
+
+    def go_on(self) -> list[bytes]:
+        """Those that may go on, which are no longer here then."""
+        ready, self.ready = self.ready, []
+        return ready
+
+
 class DecodeLeg:
     """Runs decode legs on one engine.
 
@@ -138,8 +166,7 @@ class DecodeLeg:
         usage = Usage()
         commit: CommitResult | None = None
         answer = form.reader() if order.history and retain else None
-        ready: list[bytes] = []
-        ending: list[bytes] = []
+        passage = _Passage(forward_usage=forward_usage)
         with self._hub.watch(order.turn_id) as watch:
             try:
                 async with aclosing(self._arrivals(order, body, form)) as arrivals:
@@ -149,27 +176,20 @@ class DecodeLeg:
                             if answer is not None:
                                 answer.add(chunk.json)
                             if chunk.ends_answer and commit is None:
-                                if ready:
-                                    yield ready
-                                    ready = []
+                                if passage.ready:
+                                    yield passage.go_on()
                                 commit = await self._commit(watch, order, retain, answer)
-                            if not (chunk.ends_answer or chunk.only_usage):
-                                ready += ending  # it was the end of one choice of several
-                                ready.append(chunk.json)
-                                ending = []
-                            elif forward_usage or not chunk.only_usage:
-                                ending.append(chunk.json)
-                        if ready:
-                            yield ready
-                            ready = []
+                            passage.enter(chunk)
+                        if passage.ready:
+                            yield passage.go_on()
             except KvloopError:
-                if ready or ending:  # what came before the error
-                    yield ready + ending
+                if passage.ready or passage.ending:  # what came before the error
+                    yield passage.go_on() + passage.ending
                 raise
             if commit is None:
                 commit = await self._commit(watch, order, retain, answer)
         self._metrics.commits.labels(outcome=commit.outcome).inc()
-        yield DecodeSummary(usage, commit, ending)
+        yield DecodeSummary(usage, commit, passage.ending)
 
     async def _arrivals(
         self, order: DecodeOrder, body: bytes, form: _Form

@@ -25,11 +25,13 @@ from services.router import app as router_app
 from services.router.settings import RouterSettings
 from services.worker import app as worker_app
 from services.worker.settings import WorkerSettings
+from tests.flow.patience import PATIENT_ROUTER, PATIENT_WORKER
 from tests.flow.sim.engines import EngineClient, engine, poll
 
 _LIMIT_SECONDS = 0.2
 _TRIES = 10
 """The best counts: others may keep this machine busy at the moment of one."""
+_PATIENCE_SECONDS = 30.0
 _PROMPT = "time first token block cache " * 40
 _TOKENS = 100_000
 
@@ -50,8 +52,9 @@ class Fleet:
 
     async def until_work(self, role: str, some: bool) -> None:
         """Wait until an engine has work, or none."""
-        while bool(await self.work(role)) is not some:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            while bool(await self.work(role)) is not some:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
 
     async def start(self, front: str) -> Leave:
         """Begin a turn; what the client does to leave."""
@@ -133,6 +136,7 @@ async def fleet(folder: Path, **engines: dict[str, Any]) -> AsyncIterator[Fleet]
                 "events_socket": events,
                 "engine_poll_seconds": 60,
                 "grace_seconds": 1,
+                **PATIENT_WORKER,
             }
             await stack.enter_async_context(worker_app.build(WorkerSettings(**values)))
         settings = RouterSettings(
@@ -140,6 +144,7 @@ async def fleet(folder: Path, **engines: dict[str, Any]) -> AsyncIterator[Fleet]
             gateway_listen="127.0.0.1:0",
             kvmeta=address,
             shutdown_grace_seconds=0,
+            **PATIENT_ROUTER,
         )
         router = await stack.enter_async_context(router_app.build(settings))
         await poll(lambda: any(model.prefill and model.decode for model in router.pool.models()))
