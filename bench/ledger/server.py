@@ -17,6 +17,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from bench.ledger import rows
+from services.common import event_loop
 from services.common.process import run_until_signal, setup_logging
 from services.kvmeta import app
 from services.kvmeta.clock import HostTime, LedgerClock
@@ -73,7 +74,7 @@ def main() -> None:
     setup_logging(level="warning", json=False)
     params = b"p" * int(params_bytes)
     due = rows.Due(int(due_rows), microseconds(float(due_in_seconds)))
-    asyncio.run(run_until_signal(lambda stop: _serve(url, int(count), params, due, stop)))
+    event_loop.run(run_until_signal(lambda stop: _serve(url, int(count), params, due, stop)))
 
 
 if __name__ == "__main__":
