@@ -59,7 +59,8 @@ class DecodeLeg:
         Fills in the summary, and the chunks that came with it.
 
         Raises:
-            KvloopError: the leg failed, twice or after its first chunk.
+            KvloopError: the leg failed, twice or after its first chunk, and before its
+                summary.
         """
         worker = self._look_again(turn, worker)
         with child_span("decode_leg"):
@@ -69,6 +70,9 @@ class DecodeLeg:
                         yield chunk
                 return
             except KvloopError as error:
+                if turn.summary is not None:
+                    self._ended_badly(turn, worker, error)
+                    return
                 other = self._after_failure(turn, worker, error)
             self._metrics.fell_back(Fallback.DECODE_REPEATED)
             async with aclosing(self._attempt(turn, other)) as chunks:
@@ -156,6 +160,16 @@ class DecodeLeg:
     def _is_well(self, worker: registry_pb2.Worker) -> bool:
         found = self._pool.find(worker.worker_id)
         return found is not None and found.takes_turns and found.reachable
+
+    def _ended_badly(self, turn: Turn, worker: registry_pb2.Worker, error: KvloopError) -> None:
+        """Note a failure after the summary: the answer is whole, and the turn settled."""
+        current().event("attempt_failed", {ERROR_TYPE: error.reason, WORKER_ID: worker.worker_id})
+        _log.warning(
+            "decode_ended_badly",
+            turn_id=turn.turn_id,
+            worker_id=worker.worker_id,
+            reason=error.reason,
+        )
 
     def _after_failure(
         self, turn: Turn, worker: registry_pb2.Worker, error: KvloopError

@@ -155,6 +155,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.prefill_steps: list[Step] = []
         self.decode_steps: list[Step] = []
         self.mid_answer_steps: list[Step] = []
+        self.after_summary_steps: list[Step] = []
         self.cancelled: list[str] = []
         self.report = common_pb2.PrefillReport(prompt_tokens=100, recomputed_tokens=100)
         self.pull_report = common_pb2.PrefillReport(
@@ -225,6 +226,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.DecodeResponse(batch=batch)
         else:
             yield worker_pb2.DecodeResponse(summary=summary)
+        await self._step(self.after_summary_steps, "decode")
 
     async def CountTokens(self, request, context):
         self.counts.append(request)

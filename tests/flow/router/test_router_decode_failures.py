@@ -140,6 +140,18 @@ async def test_an_answer_without_a_summary_is_a_failure_of_the_worker() -> None:
         assert not _is_reachable(stack, "d0")
 
 
+@pytest.mark.parametrize("batches", [False, True])
+async def test_a_failure_after_the_summary_costs_nothing_of_the_answer(batches: bool) -> None:
+    async with running() as stack:
+        stack["d0"].batches = batches
+        stack["d0"].after_summary_steps = [raises(ENGINE_LOST)]
+        answer = await stack.chat("c")
+        assert answer.chunks == stack["d0"].chunks
+        assert answer.receipt.retained_tokens == 102
+        assert len(stack["d0"].decodes) == 1
+        assert stack.count("turns_total", outcome="answered") == 1
+
+
 async def test_a_worker_that_drains_is_left_and_still_pulled_from() -> None:
     async with running(decode=["d0", "d1"]) as stack:
         stack.give_handle("c", "d0")
