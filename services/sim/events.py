@@ -123,6 +123,8 @@ class EventLink:
         """Send what is queued; an event leaves the queue once it is sent."""
         while True:
             while self._queue:
+                if writer.is_closing():  # where uvloop raises no OSError
+                    raise ConnectionResetError("the sidecar has hung up")
                 line = self._queue[0]
                 writer.write(line)
                 await writer.drain()

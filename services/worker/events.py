@@ -143,11 +143,17 @@ class _Connection:
 
     def send_release(self, request_ids: Sequence[str]) -> None:
         """Queue the line; the kernel takes it when it can."""
-        self._writer.write(release_line(request_ids))
+        self._send(release_line(request_ids))
 
     def send_renew(self, leases: Sequence[tuple[str, float]]) -> None:
         """Queue the line; the kernel takes it when it can."""
-        self._writer.write(renew_line(leases))
+        self._send(renew_line(leases))
+
+    def _send(self, line: bytes) -> None:
+        # uvloop raises for a connection that has just broken. `serve` is about to see
+        # that, and the connector tells of all its pins when it connects again.
+        if not self._writer.is_closing():
+            self._writer.write(line)
 
     def _read(self, line: bytes) -> Message | None:
         """The message; None if it is of a kind this version does not know."""

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 
 from services.worker import events
 from services.worker.engine_events import EngineEvents
-from services.worker.event_hub import EventHub
+from services.worker.event_hub import EngineLink, EventHub
 from services.worker.event_messages import (
     Freed,
     Message,
@@ -283,3 +284,24 @@ def _leave_socket(path: Path) -> None:
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
+
+
+def test_what_is_sent_to_a_connection_that_has_just_broken_is_lost_without_an_error(
+    path: Path, hub: EventHub, metrics: WorkerMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvloop lets nobody write to it; the renewals of all other pins must go on."""
+    links: list[EngineLink] = []
+    monkeypatch.setattr(hub, "connected", lambda _, link: links.append(link))
+
+    async def scenario() -> None:
+        async with events.listen(path, hub, metrics):
+            async with connect(path):
+                await until(lambda: links)
+                links[0].send_renew([("r", 30.0)])
+            await asyncio.sleep(0.05)
+            for _ in range(3):  # the first one may still be taken
+                links[0].send_release(["r"])
+                links[0].send_renew([("r", 30.0)])
+                await asyncio.sleep(0.01)
+
+    uvloop.run(scenario())
