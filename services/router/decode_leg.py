@@ -11,8 +11,8 @@ from kvloop.compatibility import hand_over_obstacle
 from kvloop.errors import InternalError, KvloopError, UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2
-from services.common.span_attributes import WORKER_ID
-from services.common.tracing import ERROR_TYPE, child_span, current
+from services.common.tracing import child_span, current
+from services.router.attempts import tell_of_failure
 from services.router.failures import is_rejection, params_unused, worker_is_down
 from services.router.metrics import Fallback, RouterMetrics
 from services.router.patience import Patience, SilenceGuard
@@ -70,8 +70,8 @@ class DecodeLeg:
                         yield chunk
                 return
             except KvloopError as error:
-                if turn.summary is not None:
-                    self._ended_badly(turn, worker, error)
+                if turn.summary is not None:  # the answer is whole, and the turn settled
+                    tell_of_failure("decode_ended_badly", turn.turn_id, worker.worker_id, error)
                     return
                 other = self._after_failure(turn, worker, error)
             self._metrics.fell_back(Fallback.DECODE_REPEATED)
@@ -161,29 +161,15 @@ class DecodeLeg:
         found = self._pool.find(worker.worker_id)
         return found is not None and found.takes_turns and found.reachable
 
-    def _ended_badly(self, turn: Turn, worker: registry_pb2.Worker, error: KvloopError) -> None:
-        """Note a failure after the summary: the answer is whole, and the turn settled."""
-        current().event("attempt_failed", {ERROR_TYPE: error.reason, WORKER_ID: worker.worker_id})
-        _log.warning(
-            "decode_ended_badly",
-            turn_id=turn.turn_id,
-            worker_id=worker.worker_id,
-            reason=error.reason,
-        )
-
     def _after_failure(
         self, turn: Turn, worker: registry_pb2.Worker, error: KvloopError
     ) -> registry_pb2.Worker:
         """The worker for a second attempt; raises the error if there can be none."""
-        current().event("attempt_failed", {ERROR_TYPE: error.reason, WORKER_ID: worker.worker_id})
-        _log.warning(
-            "decode_failed",
-            turn_id=turn.turn_id,
-            worker_id=worker.worker_id,
-            reason=error.reason,
-            mid_answer=turn.first_chunk_at is not None,
+        mid_answer = turn.first_chunk_at is not None
+        tell_of_failure(
+            "decode_failed", turn.turn_id, worker.worker_id, error, mid_answer=mid_answer
         )
-        if turn.first_chunk_at is not None or is_rejection(error):
+        if mid_answer or is_rejection(error):
             raise error
         turn.deadline.check()
         other = self._another(turn, worker)

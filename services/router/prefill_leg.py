@@ -13,8 +13,9 @@ from kvloop.compatibility import pull_obstacle
 from kvloop.errors import DeadlineError, KvloopError
 from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
 from kvloop.worker.v1 import worker_pb2
-from services.common.span_attributes import WORKER_ID, miss_attributes, report_attributes
-from services.common.tracing import ERROR_TYPE, child_span, current
+from services.common.span_attributes import miss_attributes, report_attributes
+from services.common.tracing import child_span, current
+from services.router.attempts import tell_of_failure
 from services.router.failures import (
     is_rejection,
     params_unused,
@@ -216,13 +217,8 @@ class PrefillLeg:
         turn.deadline.check()
         if held is not None and not held.in_hand:
             turn.miss_reason = common_pb2.MISS_REASON_PREFILL_FAILED
-        current().event("attempt_failed", {ERROR_TYPE: error.reason, WORKER_ID: worker.worker_id})
-        _log.warning(
-            "prefill_failed",
-            turn_id=turn.turn_id,
-            worker_id=worker.worker_id,
-            reason=error.reason,
-            with_handle=held is not None,
+        tell_of_failure(
+            "prefill_failed", turn.turn_id, worker.worker_id, error, with_handle=held is not None
         )
 
     async def _leave_out(self, turn: Turn, opened: OpenTurn) -> None:

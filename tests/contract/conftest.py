@@ -17,6 +17,7 @@ from services.kvmeta.store import Store
 from tests.contract import kvmeta_stores
 from tests.contract.kvmeta_stores import POLICY, ManualClock
 from tests.contract.postgres_server import PostgresServer, private_server
+from tests.time_limits import limit
 
 KINDS = ("memory", "sqlite", "postgres")
 _PATIENCE_SECONDS = 180
@@ -24,10 +25,7 @@ _PATIENCE_SECONDS = 180
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first test of each process makes a PostgreSQL server, which takes a while."""
-    for item in items:
-        here = Path(__file__).parent in Path(item.path).parents
-        if here and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(_PATIENCE_SECONDS))
+    limit(items, Path(__file__).parent, _PATIENCE_SECONDS)
 
 
 @pytest.fixture(scope="session")
