@@ -18,7 +18,7 @@ from tests.engine.engine_link import EngineLink
 from tests.engine.engines import EngineProbe, eventually, open_session
 from tests.engine.world import MODEL, World
 
-LEASE_SECONDS = 30
+LEASE_SECONDS = 20
 RETENTION_SECONDS = 600
 """Longer than the tests of a file take, on a busy machine, too."""
 NUM_BLOCKS = 640

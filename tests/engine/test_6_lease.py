@@ -1,6 +1,6 @@
 """Retained KV as a lease, on a real decode engine: released, renewed, evicted, never orphaned.
 
-Leases last 30 s here, and conversations are retained for 600 s.
+Leases last 20 s here, and conversations are retained for 600 s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.engine.leased import LEASE_SECONDS, NUM_BLOCKS, WORKER_ID, LeasedDeco
 from tests.engine.turns import ANSWER, first_turn, generate, start_kvmeta, take_handle
 from tests.engine.world import MODEL, World
 
-REUSED_AFTER_SECONDS = 65
+REUSED_AFTER_SECONDS = 45
 TOKENS = 2000
 SHORT = 100
 """Tokens of a prompt that takes next to nothing of decode's memory, ..."""
