@@ -249,7 +249,8 @@ async def _start(pair: EnginePair, role: Role, run_dir: Path) -> AsyncIterator[E
         )
     )
     command = replace(command, argv=_with_stock_connector(command.argv))
-    environment = command.environment({**os.environ, **pair.env})
+    # No plugin of kvloop, which prime what vLLM decodes of a prompt.
+    environment = command.environment({**os.environ, **pair.env, "VLLM_PLUGINS": "none"})
     log = run_dir / f"{role}.engine.log"
     async with start_engine(command.argv, environment, log, stop_grace_seconds=5) as process:
         yield process

@@ -1,4 +1,4 @@
-"""What must hold on CUDA as it does on a CPU: proof, and release."""
+"""What must hold on CUDA as it does on a CPU: proof, renewal and release."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from google.protobuf.duration_pb2 import Duration
+
 from kvloop.bench.turns import TurnRequest, TurnResult, TurnRunner
+from kvloop.inventory import list_pins
 
 _USAGE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _FREED_SECONDS = 15.0
+_LEASES = 2.25
+"""Leases after which a conversation comes back: its blocks must have been renewed."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,71 @@ async def check_proof(turns: TurnRunner, source: random.Random, name: str) -> li
         await turns.end(conversation)
         checks.append(_judge(edit, pulled, fresh))
     return checks
+
+
+class RenewalCheck:
+    """What a conversation left on decode outlives the engine's lease.
+
+    Args:
+        turns: on an engine in float32, whose lease is `lease_seconds`.
+        kvmeta: host:port of the ledger, which tells how long the engine keeps the blocks.
+        lease_seconds: for which the engine keeps them unless they are renewed.
+        source: of tokens.
+        name: of the conversation.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        turns: TurnRunner,
+        kvmeta: str,
+        lease_seconds: float,
+        source: random.Random,
+        name: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._turns = turns
+        self._kvmeta = kvmeta
+        self._lease_seconds = lease_seconds
+        self._source = source
+        self._name = name
+        self._clock = clock
+
+    async def begin(self) -> None:
+        """Take the first turn. Other turns may follow before `finish`."""
+        self._history = _tokens(self._source, 1500)
+        opening = TurnRequest(self._name, self._history, 64, reuse=True, last=False)
+        self._history += (await self._turns.run(opening)).token_ids
+        self._began = self._clock()
+
+    async def finish(self) -> Check:
+        """Wait until the lease is long over, and take the second turn."""
+        wait = self._began + _LEASES * self._lease_seconds - self._clock()
+        await asyncio.sleep(max(wait, 0.0))
+        pins = await asyncio.to_thread(lambda: list(list_pins(self._kvmeta)))
+        left = [
+            _seconds(pin.engine_remaining)
+            for pin in pins
+            if _seconds(pin.age) > self._lease_seconds
+        ]
+        seconds = self._clock() - self._began
+        prompt = [*self._history, *_tokens(self._source, 200)]
+        pulled = await self._turns.run(TurnRequest(self._name, prompt, 32, True, True))
+        fresh = await self._turns.run(TurnRequest(f"{self._name}-fresh", prompt, 32, False, True))
+        await self._turns.end(self._name)
+        equal = pulled.token_ids == fresh.token_ids
+        kept = f"{max(left, default=0.0):.0f} s"
+        detail = (
+            f"lease of {self._lease_seconds:g} s, {seconds:.0f} s old, kept for {kept} more; "
+            f"then {pulled.pulled_tokens} of {len(prompt)} tokens pulled, answer "
+            + ("equals the recomputed one" if equal else "DIFFERS from the recomputed one")
+        )
+        renewed = 0 < max(left, default=0.0) <= self._lease_seconds
+        return Check("renewal", renewed and pulled.pulled_tokens > 1000 and equal, detail)
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToNanoseconds() / 1e9
 
 
 async def check_release(

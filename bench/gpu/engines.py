@@ -19,9 +19,10 @@ Platform = Literal["cpu", "cuda"]
 _COMPILATION = {
     "mode": 0,
     "cudagraph_mode": "FULL",
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 128, 256, 512],
+    "cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, 257, 16), 512],
 }
-"""No torch.compile: it would cost minutes at each start, and no network."""
+"""No torch.compile: it would cost minutes at each start. Sizes as vLLM's own, of which
+those above 256 are left out: no part has steps of that size."""
 _DECODE_GRAPHS = _COMPILATION | {"cudagraph_mode": "FULL_DECODE_ONLY"}
 """For latent attention, whose backends have graphs for decode steps alone."""
 _COMMON = (
@@ -51,6 +52,8 @@ BARE = "-bare"
 """Ends the names of pairs on which the bare protocol runs."""
 _TCP = {"UCX_TLS": "tcp,cuda_copy,self"}
 """What UCX falls back to where it sees no NVLink and may not use cuda_ipc."""
+RENEW = "KVLOOP_GPU_RENEW"
+"""Makes old engines renew: see renewing.py, which has to be importable with vLLM alone."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class EnginePair:
         pull_guard: whether pulls that would take longer than computing are held back.
             Off for models so small that computing anything is faster.
         traced: whether kvloop's services send spans of turns that ask for it.
+        lease_seconds: the sidecars' --pin-lease-seconds.
     """
 
     name: str
@@ -86,6 +90,7 @@ class EnginePair:
     gpus: tuple[str, ...] = ()
     pull_guard: bool = True
     traced: bool = False
+    lease_seconds: int = 60
 
     @property
     def model_name(self) -> str:
@@ -115,6 +120,7 @@ class EnginePair:
                     args=(
                         f"--platform={self.platform}",
                         f"--kv-layout={self.kv_layout}",
+                        f"--pin-lease-seconds={self.lease_seconds}",
                         "--pull-guard" if self.pull_guard else "--no-pull-guard",
                     ),
                     env=delay if role == "decode" else {},
@@ -150,8 +156,14 @@ def engine_pairs() -> dict[str, EnginePair]:
     two_gpus = replace(
         pair("q32-two-gpus", "q32", (*_DUMMY, *kv(40))), gpus=("0", "1"), traced=True
     )
+    exact = replace(
+        _cold(pair("tiny-float32", "tiny", (*tiny, *float32))),
+        pull_guard=False,
+        lease_seconds=20,
+        env=_ENVIRONMENT | {RENEW: "1"},
+    )
     pairs = [
-        replace(_cold(pair("tiny-float32", "tiny", (*tiny, *float32))), pull_guard=False),
+        exact,
         replace(pair("tiny-bfloat16", "tiny", (*tiny, "--dtype", "bfloat16")), pull_guard=False),
         replace(_cold(pair("q8", "q8", q8)), traced=True),
         replace(_cold(pair("q8-tcp", "q8", q8)), env=_ENVIRONMENT | _TCP),
@@ -183,6 +195,7 @@ def rehearsal_pairs(model: str) -> dict[str, EnginePair]:
             platform="cpu",
             pull_guard=pair.pull_guard,
             traced=pair.traced,
+            lease_seconds=pair.lease_seconds,
         )
         for name, pair in engine_pairs().items()
         if not name.endswith(BARE)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
-from bench.gpu.checks import check_proof, check_release
+from bench.gpu.checks import RenewalCheck, check_proof, check_release
 from bench.gpu.engine_times import EngineWatch
 from bench.gpu.observed import ObservedTurns
 from bench.gpu.outcome import Outcome
@@ -32,6 +32,8 @@ class Ways:
         split: takes turns of which prefill has computed the beginning before.
         decode_alone: takes turns on the decode engine alone.
         watch: sees what the engines say of single requests; None: nobody asks them.
+        kvmeta: host:port of its ledger; empty for the bare protocol.
+        lease_seconds: for which decode keeps blocks that nobody renews.
     """
 
     turns: TurnRunner
@@ -41,6 +43,8 @@ class Ways:
     split: TurnRunner | None = None
     decode_alone: TurnRunner | None = None
     watch: EngineWatch | None = None
+    kvmeta: str = ""
+    lease_seconds: float = 60.0
 
     def variant(self, name: str, *, reuse: bool, turns: TurnRunner | None = None) -> Variant:
         """One way of holding conversations on it."""
@@ -111,13 +115,23 @@ def on_off(ways: Ways, *, control: bool = False) -> list[Variant]:
 
 
 async def exact(bench: Bench, found: Outcome) -> None:
-    """Real random weights in float32: answers equal token by token; proof; release."""
+    """Real random weights in float32: answers equal token by token; proof; renewal; release."""
     ways = bench.ways["tiny-float32"]
+    renewal = RenewalCheck(
+        ways.turns,
+        ways.kvmeta,
+        ways.lease_seconds,
+        bench.source,
+        _fresh("renewal", bench),
+        bench.clock,
+    )
+    await renewal.begin()
     plan = _quick([bench.shape(1500, 64, turns=3)], 5)
     run = await bench.rounds("float32", on_off(ways, control=True), plan)
     found.keep("float32", run)
     found.outputs["float32"] = check_outputs(run)
     found.checks += await check_proof(ways.turns, bench.source, _fresh("proof", bench))
+    found.checks.append(await renewal.finish())
     found.checks.append(
         await check_release(
             ways.turns, ways.decode_url, bench.source, _fresh("release", bench), bench.clock
@@ -130,7 +144,7 @@ async def near_ties(bench: Bench, found: Outcome) -> None:
 
     One computes the prompt in the same batches, the other in two steps, as a pull does.
     """
-    plan = RoundPlan([bench.shape(1500, 64)], repetitions=16, warm_ups=0)
+    plan = RoundPlan([bench.shape(1500, 64)], repetitions=32, warm_ups=0, settle_seconds=0.05)
     ways = bench.ways["tiny-bfloat16"]
     variants = on_off(ways, control=True)
     variants.append(ways.variant("split", reuse=False, turns=ways.split))

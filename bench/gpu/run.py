@@ -97,6 +97,8 @@ async def _kvloop(
             ),
             decode_alone=DecodeAlone(session, prefill_url, decode_url, model, clock),
             watch=EngineWatch(prefill_url, decode_url),
+            kvmeta=stack.kvmeta_address,
+            lease_seconds=pair.lease_seconds,
         )
 
 

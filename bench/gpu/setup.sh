@@ -21,6 +21,15 @@ for kind in q8 q32 a3b v2lite; do python3 "$repository/bench/gpu/models.py" $kin
 python3 "$repository/bench/gpu/models.py" tiny "$work/models/tiny" "$packed"
 wait
 
+# So that vLLM finds kvloop's plugin, as it does where kvloop is installed, and the proof's own.
+information=$work/engine/kvloop-0.1.0.dist-info
+mkdir -p "$information"
+printf 'Metadata-Version: 2.1\nName: kvloop\nVersion: 0.1.0\n' >"$information/METADATA"
+cat >"$information/entry_points.txt" <<PLUGINS
+[vllm.general_plugins]
+kvloop = services.worker.engine_detokenizer:register
+kvloop-renewing = bench.gpu.renewing:register
+PLUGINS
 # The engine sees vLLM and kvloop's connector, and none of the packages of kvloop.
 cat >"$work/engine-python" <<WRAPPER
 #!/bin/bash

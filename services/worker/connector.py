@@ -19,6 +19,7 @@ tests/versions drives them against the sources of several versions.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from services.worker import cpu_engine, engine_traits, engine_waits
+from services.worker.engine_arrivals import await_arrival
 from services.worker.engine_decode import DecodeLeg
 from services.worker.engine_events import EngineEvents
 from services.worker.engine_idle import EngineIdle
@@ -53,6 +55,8 @@ EVENTS_SOCKET = "KVLOOP_EVENTS_SOCKET"
 """Environment variable with the path of the sidecar's event socket."""
 _IDLE = "kvloop_idle"
 """Attribute of a step's metadata: True if the engine does nothing but retain."""
+_EMPTY = "kvloop_empty"
+"""Attribute of a step's metadata: True if it computes nothing."""
 
 
 class KvloopConnector(NixlConnector):
@@ -72,7 +76,7 @@ class KvloopConnector(NixlConnector):
             self._build_scheduler_half(vllm_config, kv_cache_config)
 
     def _build_worker_half(self) -> None:
-        self._idle_step = False
+        self._idle_step = self._empty_step = False
         if self._on_cpu:
             cpu_engine.use_all_cores()
             poll = engine_waits.TransferPoll(self.connector_worker).poll
@@ -183,6 +187,7 @@ class KvloopConnector(NixlConnector):
             self._idle.stir()
         meta = super().build_connector_meta(scheduler_output)
         setattr(meta, _IDLE, idle)
+        setattr(meta, _EMPTY, scheduled == 0)
         return meta
 
     def _free_blocks(self) -> int | None:
@@ -194,14 +199,19 @@ class KvloopConnector(NixlConnector):
         """vLLM's hook at the start of a step."""
         super().bind_connector_metadata(connector_metadata)
         self._idle_step = getattr(connector_metadata, _IDLE, False)
+        self._empty_step = getattr(connector_metadata, _EMPTY, False)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Finished transfers, after putting deadlines in order.
+        """Finished transfers, after a short wait for them in a step that has nothing else to do.
 
-        Older versions stop at the first deadline that has not come, so an early
-        release behind a later one would wait for it.
+        Deadlines are put in order before: older versions stop at the first that has not
+        come, so an early release behind a later one would wait for it.
         """
         worker = self.connector_worker
+        if self._empty_step:
+            # A transfer whose state cannot be told is told of by vLLM itself.
+            with contextlib.suppress(Exception):
+                await_arrival(worker._recving_transfers, worker.nixl_wrapper.check_xfer_state)
         if not hasattr(worker, "_reap_expired_send_leases"):
             deadlines = worker._reqs_to_send
             if len(deadlines) > 1:

@@ -1,4 +1,4 @@
-"""The connector works in every vLLM it claims, as far as plain Python shows.
+"""What runs inside vLLM works in every version it claims, as far as plain Python shows.
 
 The installed version is always checked. The others need their sources:
 `make test-versions` fetches them and names their folder in
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCENARIOS = ["scenario", "scenario_leases", "scenario_engine"]
+SCENARIOS = ["scenario", "scenario_leases", "scenario_engine", "scenario_detokenizer"]
 
 
 def _sources() -> list[Path | None]:

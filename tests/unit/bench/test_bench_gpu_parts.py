@@ -42,7 +42,16 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(checks, "_kv_usage", lambda url: next(usage))
     clock = FakeClock()
     turns = _Turns(clock=clock)
-    ways = Ways(turns, "http://p", "http://d", bare=turns, split=turns, decode_alone=turns)
+    monkeypatch.setattr(checks, "list_pins", lambda kvmeta: [])
+    ways = Ways(
+        turns,
+        "http://p",
+        "http://d",
+        bare=turns,
+        split=turns,
+        decode_alone=turns,
+        lease_seconds=0.0,
+    )
     return Bench(
         ways=dict.fromkeys(engine_pairs(), ways),
         clock=clock,

@@ -30,8 +30,8 @@ def _choose(wanted: Any = "auto", **changes: Any) -> KvLayout:
 @pytest.mark.parametrize("version", [(0, 21), (0, 25)])
 def test_versions_that_know_cross_layer_blocks_get_them(version: tuple[int, int]) -> None:
     layout = _choose(version=version)
-    assert layout.cross_layers
-    assert layout.block_size is None
+    assert (layout.block_size, layout.cross_layers) == (64, True)
+    assert _choose("cross-layers", version=version).block_size == 64
 
 
 @pytest.mark.parametrize("version", [(0, 20), (0, 26), (0, 33), (1, 0), None])
@@ -50,16 +50,21 @@ def test_an_operator_who_wants_the_second_model_runner_gets_blocks_of_128() -> N
     assert _choose(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}).cross_layers
 
 
-def test_a_given_block_size_is_kept() -> None:
-    assert _choose(block_size=64).block_size == 64
-    assert _choose(block_size=64).cross_layers
-    assert _choose(version=(0, 33), block_size=64).block_size == 64
-    assert _choose("large-blocks", block_size=64).block_size == 64
+@pytest.mark.parametrize("wanted", ["auto", "cross-layers"])
+def test_a_given_block_size_is_kept(wanted: str) -> None:
+    layout = _choose(wanted, block_size=32)
+    assert (layout.block_size, layout.cross_layers) == (32, True)
+    assert _choose(wanted, version=(0, 33), block_size=32).block_size == 32
+    assert _choose("large-blocks", block_size=32).block_size == 32
 
 
 @pytest.mark.parametrize("engine_args", [["--block-size", "32"], ["--block-size=32"]])
-def test_a_block_size_among_the_engines_flags_is_not_doubled(engine_args: list[str]) -> None:
-    assert _choose(version=(0, 33), engine_args=engine_args).block_size is None
+@pytest.mark.parametrize("wanted", ["auto", "cross-layers", "large-blocks"])
+@pytest.mark.parametrize("version", [(0, 25), (0, 33)])
+def test_a_block_size_among_the_engines_flags_is_not_doubled(
+    version: tuple[int, int], wanted: str, engine_args: list[str]
+) -> None:
+    assert _choose(wanted, version=version, engine_args=engine_args).block_size is None
 
 
 @pytest.mark.parametrize("attention", [Attention.MIXED, Attention.UNKNOWN])
@@ -88,8 +93,10 @@ def test_latent_attention_gets_the_block_size_of_its_backends() -> None:
     ],
 )
 def test_it_is_said_what_vllm_ignores(changes: dict[str, Any], said: str) -> None:
-    (warning,) = _choose("cross-layers", **changes).warnings
+    layout = _choose("cross-layers", **changes)
+    (warning,) = layout.warnings
     assert said in warning
+    assert (layout.block_size, layout.cross_layers) == (None, True)
 
 
 def test_nothing_is_said_of_what_vllm_does() -> None:
