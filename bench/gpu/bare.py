@@ -46,6 +46,7 @@ class BareTurns:
         decode_url: of the decode server.
         model: served model name.
         clock: monotonic seconds.
+        last_ids: see KvloopTurns.
     """
 
     def __init__(
@@ -55,12 +56,15 @@ class BareTurns:
         decode_url: str,
         model: str,
         clock: Callable[[], float],
+        *,
+        last_ids: bool = True,
     ) -> None:
         self._session = session
         self._prefill_url = prefill_url
         self._decode_url = decode_url
         self._model = model
         self._clock = clock
+        self._last_ids = last_ids
         self._handles: dict[str, dict[str, Any]] = {}
 
     async def run(self, request: TurnRequest) -> TurnResult:
@@ -109,7 +113,7 @@ class BareTurns:
                 "prompt": prompt,
                 "temperature": 0,
                 "ignore_eos": True,
-                "return_token_ids": True,
+                "return_token_ids": self._last_ids or not request.last,
                 "cache_salt": request.conversation,
                 **({} if params is None else {"kv_transfer_params": params}),
                 **members,
@@ -129,10 +133,10 @@ class BareTurns:
                 if not line.startswith(b"data: {"):
                     continue
                 choices = msgspec.json.decode(line[len(b"data: ") :]).get("choices") or []
-                if choices and choices[0].get("token_ids"):
+                if choices and (choices[0].get("token_ids") or not self._last_ids):
                     times.append(self._clock())
-                    tokens += choices[0]["token_ids"]
-                if len(tokens) >= enough:
+                    tokens += choices[0].get("token_ids") or ()
+                if max(len(tokens), len(times)) >= enough:
                     answer.close()
                     return tokens, times
         raise UnavailableError("the stream ended early")

@@ -89,9 +89,10 @@ class RenewalCheck:
 
     async def begin(self) -> None:
         """Take the first turn. Other turns may follow before `finish`."""
-        self._history = _tokens(self._source, 1500)
-        opening = TurnRequest(self._name, self._history, 64, reuse=True, last=False)
-        self._history += (await self._turns.run(opening)).token_ids
+        first = _tokens(self._source, 1500)
+        opening = TurnRequest(self._name, first, 64, reuse=True, last=False)
+        said = (await self._turns.run(opening)).token_ids
+        self._history = [*first, *said]
         self._began = self._clock()
 
     async def finish(self) -> Check:

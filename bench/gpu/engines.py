@@ -76,6 +76,7 @@ class EnginePair:
             Off for models so small that computing anything is faster.
         traced: whether kvloop's services send spans of turns that ask for it.
         lease_seconds: the sidecars' --pin-lease-seconds.
+        compared: whether answers are compared, for which last turns ask for token ids.
     """
 
     name: str
@@ -91,6 +92,7 @@ class EnginePair:
     pull_guard: bool = True
     traced: bool = False
     lease_seconds: int = 60
+    compared: bool = False
 
     @property
     def model_name(self) -> str:
@@ -160,19 +162,24 @@ def engine_pairs() -> dict[str, EnginePair]:
         _cold(pair("tiny-float32", "tiny", (*tiny, *float32))),
         pull_guard=False,
         lease_seconds=20,
+        compared=True,
         env=_ENVIRONMENT | {RENEW: "1"},
     )
     pairs = [
         exact,
-        replace(pair("tiny-bfloat16", "tiny", (*tiny, "--dtype", "bfloat16")), pull_guard=False),
+        replace(
+            pair("tiny-bfloat16", "tiny", (*tiny, "--dtype", "bfloat16")),
+            pull_guard=False,
+            compared=True,
+        ),
         replace(_cold(pair("q8", "q8", q8)), traced=True),
         replace(_cold(pair("q8-tcp", "q8", q8)), env=_ENVIRONMENT | _TCP),
         _cold(pair("q8-bare", "q8", (*_DUMMY, *kv(10)), "cross-layers")),
         _cold(pair("q8-block-128", "q8", q8, "large-blocks")),
         _cold(pair("q8-engine-default", "q8", q8, "engine-default")),
         replace(q32, decode_delay_seconds=40.0),
-        _cold(pair("v2lite", "v2lite", (*_DUMMY, *latent, *kv(6)))),
-        replace(_cold(a3b), decode_delay_seconds=40.0),
+        replace(_cold(pair("v2lite", "v2lite", (*_DUMMY, *latent, *kv(6)))), compared=True),
+        replace(_cold(a3b), decode_delay_seconds=40.0, compared=True),
         two_gpus,
         replace(_cold(two_gpus), name="q32-two-gpus-cold"),
     ]
@@ -196,6 +203,7 @@ def rehearsal_pairs(model: str) -> dict[str, EnginePair]:
             pull_guard=pair.pull_guard,
             traced=pair.traced,
             lease_seconds=pair.lease_seconds,
+            compared=pair.compared,
         )
         for name, pair in engine_pairs().items()
         if not name.endswith(BARE)

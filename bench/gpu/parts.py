@@ -164,7 +164,7 @@ async def q8(bench: Bench, found: Outcome) -> None:
     ours = bench.ways["q8"]
     bare = bench.ways.get("q8-bare", ours)
     straight = bare.bare if bare is ours and bare.bare is not None else bare.turns
-    variants = _observed_on_off(bench, found, ours)
+    variants = _observed_on_off(bench, found, ours, trace_every=2)
     for name, reuse in (("bare-on", True), ("bare-off", False)):
         variants.append(_observed(bench, found, bare, name, straight, reuse=reuse))
     for context, repetitions in ((8192, 16), (16384, 9), (32768, 9)):
@@ -245,16 +245,26 @@ async def two_gpus(bench: Bench, found: Outcome) -> None:
     """Qwen3-32B's shape in bf16, prefill and decode each on a GPU of its own.
 
     The bare protocol runs on the same engines: a second pair does not fit. So the
-    connector's proof, well below 1 ms, is in its time too. Every second turn is traced.
+    connector's proof, well below 1 ms, is in its time too, and so is what kvloop
+    does to make engines faster. Turns are traced in a run of their own.
     """
     await _meet(bench, "q32-two-gpus")
     ways = bench.ways["q32-two-gpus"]
-    variants = _observed_on_off(bench, found, ways)
-    if ways.bare is not None:
-        variants.append(_observed(bench, found, ways, "bare-on", ways.bare, reuse=True))
+    straight = ways.bare if ways.bare is not None else ways.turns
+    bare = _observed(bench, found, ways, "bare-on", straight, reuse=True)
+    variants = [*_observed_on_off(bench, found, ways, trace_every=0), bare]
     for context in (24576, 40960):
-        plan = RoundPlan([bench.shape(context)], repetitions=5)
+        plan = RoundPlan([bench.shape(context)], repetitions=6)
         found.keep(f"two-gpus-{context}", await bench.rounds("two-gpus", variants, plan))
+    traced = _observed(bench, found, ways, "on", ways.turns, reuse=True, trace_every=1)
+    plan = RoundPlan([bench.shape(24576)], repetitions=5, warm_ups=0)
+    found.keep("two-gpus-hops", await bench.rounds("two-gpus-hops", [traced, bare], plan))
+
+
+async def two_gpus_warm(bench: Bench, found: Outcome) -> None:
+    """The same after a long answer, prefill warm."""
+    ways = bench.ways["q32-two-gpus"]
+    await _meet(bench, "q32-two-gpus")
     shape = bench.shape(24576, 1024 // bench.scale, conversations=2)
     plan = RoundPlan([shape], repetitions=3, warm_ups=0, cold=False, serial_last=True)
     found.keep("two-gpus-warm", await bench.rounds("two-gpus-warm", on_off(ways), plan))
@@ -289,6 +299,7 @@ PARTS = {
     "moe": Part(("v2lite",), moe),
     "moe-gqa": Part(("a3b",), moe_gqa),
     "two-gpus": Part(("q32-two-gpus",), two_gpus),
+    "two-gpus-warm": Part(("q32-two-gpus",), two_gpus_warm),
     "two-gpus-crowd": Part(("q32-two-gpus-cold",), two_gpus_crowd),
 }
 _EIGHT = {"turns": 3, "conversations": 8, "last_answer_tokens": 64}
@@ -311,10 +322,12 @@ def _observed(
     return ways.variant(name, reuse=reuse, turns=observed)
 
 
-def _observed_on_off(bench: Bench, found: Outcome, ways: Ways) -> list[Variant]:
-    """With reuse and without, every second turn traced."""
+def _observed_on_off(
+    bench: Bench, found: Outcome, ways: Ways, *, trace_every: int
+) -> list[Variant]:
+    """With reuse and without; one in `trace_every` turns is traced, none if that is 0."""
     return [
-        _observed(bench, found, ways, name, ways.turns, reuse=reuse, trace_every=2)
+        _observed(bench, found, ways, name, ways.turns, reuse=reuse, trace_every=trace_every)
         for name, reuse in (("on", True), ("off", False))
     ]
 

@@ -86,12 +86,14 @@ async def _kvloop(
     async with stack, AsyncClient(stack.router_address) as client, _session() as session:
         model, clock = pair.model_name, time.perf_counter
         prefill_url, decode_url = stack.engine_url("prefill-0"), stack.engine_url("decode-0")
-        turns = KvloopTurns(client, model, clock, timeout_seconds=_TURN_SECONDS)
+        turns = KvloopTurns(
+            client, model, clock, timeout_seconds=_TURN_SECONDS, last_ids=pair.compared
+        )
         yield Ways(
             turns,
             prefill_url,
             decode_url,
-            bare=BareTurns(session, prefill_url, decode_url, model, clock),
+            bare=BareTurns(session, prefill_url, decode_url, model, clock, last_ids=pair.compared),
             split=SplitTurns(
                 turns, session, prefill_url, model, tail_tokens=Shape(1).message_tokens
             ),
@@ -106,7 +108,14 @@ async def _kvloop(
 async def _bare(pair: EnginePair, run_dir: Path) -> AsyncIterator[Ways]:
     async with bare_engines(pair, run_dir) as engines, _session() as session:
         prefill_url, decode_url = engines.prefill_url, engines.decode_url
-        turns = BareTurns(session, prefill_url, decode_url, pair.model_name, time.perf_counter)
+        turns = BareTurns(
+            session,
+            prefill_url,
+            decode_url,
+            pair.model_name,
+            time.perf_counter,
+            last_ids=pair.compared,
+        )
         yield Ways(turns, prefill_url, decode_url, watch=EngineWatch(prefill_url, decode_url))
 
 

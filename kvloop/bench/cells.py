@@ -206,7 +206,7 @@ def _throughput(key: CellKey, samples: list[Sample], rounds: list[RoundSample], 
     """Tokens generated per second of the rounds, by all that ran in them; 0 without any."""
     if not isinstance(key.shape, Shape):  # first turns too run while a workload is held
         samples = [s for s in run.samples if (s.shape, s.variant) == (key.shape, key.variant)]
-    generated = sum(len(sample.result.token_ids) for sample in samples if sample.result)
+    generated = sum(sample.result.generated_tokens for sample in samples if sample.result)
     seconds = sum(found.seconds for found in rounds)
     return generated / seconds if seconds > 0 else 0.0
 

@@ -81,6 +81,11 @@ class TurnResult:
     record_id: str | None = None
 
     @property
+    def generated_tokens(self) -> int:
+        """Tokens of the answer; chunks, where no ids were asked for."""
+        return len(self.token_ids) or len(self.gaps_seconds) + 1
+
+    @property
     def outside_legs_seconds(self) -> float:
         """Time to the first chunk that neither leg had: client, router and ledger."""
         return max(self.ttft_seconds - self.prefill_leg_seconds - self.decode_leg_seconds, 0.0)
@@ -114,6 +119,9 @@ class KvloopTurns:
         model: served model name.
         clock: monotonic seconds.
         timeout_seconds: limit for one turn.
+        last_ids: whether token ids are asked for in conversations' last turns too. vLLM
+            sends the whole prompt's with the first chunk then, which no chat client asks for;
+            without them answers cannot be compared.
     """
 
     def __init__(
@@ -123,14 +131,17 @@ class KvloopTurns:
         clock: Callable[[], float],
         *,
         timeout_seconds: float = 600.0,
+        last_ids: bool = True,
     ) -> None:
         self._client = client
         self._model = model
         self._clock = clock
         self._timeout_seconds = timeout_seconds
+        self._last_ids = last_ids
 
     async def run(self, request: TurnRequest) -> TurnResult:
         """See TurnRunner."""
+        with_ids = self._last_ids or not request.last
         started = self._clock()
         answer = self._client.generate(
             request.prompt,
@@ -142,12 +153,12 @@ class KvloopTurns:
             ignore_eos=True,
             extra_body={
                 "cache_salt": request.cache_salt or request.conversation,
-                "return_token_ids": True,
+                "return_token_ids": with_ids,
             },
             timeout_seconds=self._timeout_seconds,
         )
         async with answer:
-            times = [self._clock() async for chunk in answer if _has_tokens(chunk)]
+            times = [self._clock() async for chunk in answer if _has_tokens(chunk, with_ids)]
             ended = self._clock()
             done = await answer.collect()
         receipt = done.receipt
@@ -178,5 +189,8 @@ class KvloopTurns:
             return  # what is retained falls with its TTL
 
 
-def _has_tokens(chunk: Chunk) -> bool:
+def _has_tokens(chunk: Chunk, with_ids: bool) -> bool:
+    """Without ids every chunk counts: a token need not have any text."""
+    if not with_ids:
+        return bool(chunk.choices)
     return any(choice.token_ids or choice.text for choice in chunk.choices)

@@ -202,9 +202,19 @@ class KvloopConnector(NixlConnector):
         self._empty_step = getattr(connector_metadata, _EMPTY, False)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Finished transfers, after a short wait for them in a step that has nothing else to do.
+        """Transfers that have ended, in versions that ask for them so."""
+        self._before_transfers_are_told()
+        return super().get_finished(finished_req_ids)
 
-        Deadlines are put in order before: older versions stop at the first that has not
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Transfers that have ended, in versions that tell failures apart."""
+        self._before_transfers_are_told()
+        return super().get_transfer_results(finished_req_ids)
+
+    def _before_transfers_are_told(self) -> None:
+        """Wait a little for those under way in a step that has nothing else to do.
+
+        Deadlines are put in order, too: older versions stop at the first that has not
         come, so an early release behind a later one would wait for it.
         """
         worker = self.connector_worker
@@ -216,7 +226,6 @@ class KvloopConnector(NixlConnector):
             deadlines = worker._reqs_to_send
             if len(deadlines) > 1:
                 worker._reqs_to_send = dict(sorted(deadlines.items(), key=lambda item: item[1]))
-        return super().get_finished(finished_req_ids)
 
     def shutdown(self) -> None:
         """Stop with the engine."""

@@ -24,6 +24,8 @@ TAIL_TOKENS = (16, 128, 1024)
 _UNFINISHED = "\ufffd"
 """What the bytes of an incomplete character decode to."""
 
+_USED = "kvloop: decode streams get the end of a prompt alone"
+_UNABLE = "kvloop: the end of a prompt cannot be decoded by itself; prompts are decoded whole"
 _logger = logging.getLogger("vllm.kvloop")
 
 
@@ -50,8 +52,23 @@ def start_with_tail(detokenizer: type) -> None:
     if hasattr(original, "kvloop_original"):
         return  # vLLM may load plugins more than once
 
+    told: set[str] = set()
+
+    def tell(level: int, text: str) -> None:
+        # With the first request: plugins are loaded before vLLM sets up its logs.
+        if text not in told:
+            told.add(text)
+            _logger.log(level, text)
+
     def init(self: Any, tokenizer: Any, request: Any) -> None:
-        original(self, tokenizer, _Shortened(request, _decoder(tokenizer, request)))
+        try:
+            shortened = _Shortened(request, _decoder(tokenizer, request))
+        except Exception:  # another kind of tokenizer: no reason to fail a request
+            tell(logging.WARNING, _UNABLE)
+            shortened = request
+        else:
+            tell(logging.INFO, _USED)
+        original(self, tokenizer, shortened)
 
     init.kvloop_original = original  # type: ignore[attr-defined]
     detokenizer.__init__ = init  # type: ignore[misc]

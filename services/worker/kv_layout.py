@@ -8,7 +8,8 @@ own default, 57 to 64 with blocks of 128, 273 to 351 with cross-layer blocks.
 
 Cross-layer blocks have 64 tokens here instead of the engine's 16: a quarter of the
 descriptors, of the hashes that both engines make of a prompt, and of the ids and digests
-that a handle carries. A conversation's last block, up to 63 tokens, is computed again.
+that a handle carries. A history's last block is pulled as it is, full or not; where a
+history was edited, up to 63 tokens before the change are computed again.
 
 Latent attention (MLA) keeps one vector per token and layer: one descriptor for each
 block and layer, and small ones. Its backends have no cross-layer blocks, and accept

@@ -32,6 +32,8 @@ from services.worker.transport import transport_warnings
 _log = structlog.get_logger(__name__)
 
 _SITE_DIRECTORIES = ("site-packages", "dist-packages")
+_METADATA = "kvloop-*.dist-info"
+"""Where an installation keeps its entry points."""
 _PROBE_SECONDS = 10.0
 
 
@@ -68,15 +70,16 @@ def import_root(engine_python: str) -> Iterator[Path]:
 
     If kvloop is installed among the packages of another environment than the
     engine's, that whole directory must not get onto the engine's path, where it
-    would replace packages of its own: a directory with nothing but a link to
-    our services does.
+    would replace packages of its own: a directory with links to our services, and to
+    what tells vLLM of our plugin, does.
     """
     package = Path(services.__path__[0]).resolve()
     if package.parent.name not in _SITE_DIRECTORIES or engine_python == sys.executable:
         yield package.parent
         return
     with tempfile.TemporaryDirectory(prefix="kvloop-") as directory:
-        (Path(directory) / "services").symlink_to(package)
+        for found in (package, *package.parent.glob(_METADATA)):
+            (Path(directory) / found.name).symlink_to(found)
         yield Path(directory)
 
 

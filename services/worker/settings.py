@@ -179,8 +179,8 @@ class WorkerSettings(InternalTlsSettings, PeerTlsSettings, TracingSettings):
 
     kv_layout: KvLayoutChoice = "auto"
     """How the KV cache lies in memory on CUDA, which decides the speed of pulls:
-    cross-layers keeps all layers of a block together (vLLM 0.21 to 0.25),
-    large-blocks makes blocks of 128 tokens, engine-default is vLLM's own choice.
+    cross-layers makes blocks of 64 tokens and keeps all layers of each together (vLLM
+    0.21 to 0.25), large-blocks makes blocks of 128, engine-default is vLLM's own choice.
     auto takes the first of them that vLLM and the model allow. The same for all
     workers of a model."""
 

@@ -47,16 +47,21 @@ class Rank:
         self.connector.connector_worker = self.worker
         self.connector.connector_scheduler = None
         self.connector.kv_transfer_config = types.SimpleNamespace(kv_role="kv_consumer")
+        self.connector._connector_metadata = None
 
     def execute(self, metadata: Any) -> Any:
-        """One step without a forward pass; returns what the rank reports."""
-        from vllm.v1.outputs import KVConnectorOutput
+        """One step, as the version's model runners have it; returns what the rank reports."""
+        from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
-        self.connector.bind_connector_metadata(metadata)
-        self.connector.start_load_kv(None)
-        sent, received = self.connector.get_finished(set())
-        self.connector.clear_connector_metadata()
-        return KVConnectorOutput(finished_sending=sent, finished_recving=received)
+        runner.get_kv_transfer_group = lambda: self.connector
+        runner.get_forward_context = lambda: None
+        output = types.SimpleNamespace(
+            kv_connector_metadata=metadata, finished_req_ids=set(), has_sync_kv_loads=False
+        )
+        step = runner.KVConnectorModelRunnerMixin._get_kv_connector_output(output)
+        with step as reported:
+            pass  # no forward pass
+        return reported
 
     def _take_notifications(self) -> dict[str, list[bytes]]:
         taken, self.notifications = self.notifications, []
@@ -74,14 +79,14 @@ class Engine:
         self._aggregator = KVOutputAggregator(ranks)
         self._in_flight: collections.deque[Any] = collections.deque()
 
-    def schedule(self) -> None:
-        """Schedule a step that runs nothing."""
+    def schedule(self, tokens: int = 0) -> None:
+        """Schedule a step that computes so many tokens, of no request in particular."""
         assert len(self._in_flight) < IN_FLIGHT
         output = types.SimpleNamespace(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=types.SimpleNamespace(req_ids=[]),
             num_scheduled_tokens={},
-            total_num_scheduled_tokens=0,
+            total_num_scheduled_tokens=tokens,
         )
         self._in_flight.append(self.connector.build_connector_meta(output))
 
@@ -115,7 +120,7 @@ class Engine:
 
 def _make_worker() -> Any:
     """The version's worker class with nothing behind it but what deadlines need."""
-    base = _worker_class()
+    base = worker_class()
 
     class Worker(base):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
@@ -151,7 +156,8 @@ class _EmptyQueue(set[str]):
         return True
 
 
-def _worker_class() -> Any:
+def worker_class() -> Any:
+    """The class of the worker half that reads, in this version."""
     nixl = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
     try:
         return importlib.import_module(f"{nixl}.pull_worker").NixlPullConnectorWorker

@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCENARIOS = ["scenario", "scenario_leases", "scenario_engine", "scenario_detokenizer"]
+SCENARIOS = [
+    "scenario",
+    "scenario_leases",
+    "scenario_engine",
+    "scenario_detokenizer",
+    "scenario_arrivals",
+]
 
 
 def _sources() -> list[Path | None]:

@@ -25,7 +25,7 @@ from kvloop.bench.slowdown import slowdown
 from kvloop.bench.traces import read_trace
 from kvloop.bench.traffic import TrafficPlan, traffic
 from kvloop.bench.transfers import HttpPrefillEngine
-from kvloop.bench.turns import KvloopTurns
+from kvloop.bench.turns import KvloopTurns, TurnRequest
 from tests.flow.gateway.fleet import fleet
 from tests.flow.sim.engines import MODEL
 
@@ -35,6 +35,7 @@ class Bench:
     """What the command would make of its options."""
 
     turns: KvloopTurns
+    like_clients: KvloopTurns
     variants: list[Variant]
     ledger: KvmetaFleet
 
@@ -45,13 +46,16 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     async with fleet(tmp_path) as running:
         async with AsyncClient(f"127.0.0.1:{running.router.port}") as client:
             turns = KvloopTurns(client, MODEL, time.perf_counter)
+            without = KvloopTurns(client, MODEL, time.perf_counter, last_ids=False)
             prefill = HttpPrefillEngine(running.prefill.url)
             variants = [
                 Variant("on", turns, True, prefill),
                 Variant("off", turns, False, prefill),
                 Variant("control", turns, False, prefill),
             ]
-            yield Bench(turns, variants, KvmetaFleet(f"127.0.0.1:{running.kvmeta.port}", MODEL))
+            yield Bench(
+                turns, without, variants, KvmetaFleet(f"127.0.0.1:{running.kvmeta.port}", MODEL)
+            )
 
 
 async def _held(bench: Bench, trace: Path, arrivals: Arrivals) -> Run:
@@ -151,3 +155,15 @@ async def test_rounds_tell_what_is_retained_and_what_others_feel(bench: Bench) -
     assert felt.failures == 0
     assert felt.off is not None
     assert felt.on is not None
+
+
+async def test_last_turns_can_be_taken_without_ids_as_chat_clients_do(bench: Bench) -> None:
+    turns = bench.like_clients
+    first = list(range(100, 400))
+    opening = await turns.run(TurnRequest("c", first, 16, reuse=True, last=False))
+    assert len(opening.token_ids) == 16
+    history = [*first, *opening.token_ids, 7]
+    again = await turns.run(TurnRequest("c", history, 8, reuse=True, last=True))
+    assert (again.token_ids, again.generated_tokens) == ((), 8)
+    assert again.pulled_tokens + again.cached_tokens > 280
+    assert again.total_seconds > again.ttft_seconds > 0

@@ -16,14 +16,18 @@ from tests.flow.sim.engines import MODEL, EngineClient, engine, prompt
 
 
 @asynccontextmanager
-async def _bare() -> AsyncIterator[tuple[BareTurns, EngineClient, EngineClient]]:
+async def _bare(
+    *, last_ids: bool = True
+) -> AsyncIterator[tuple[BareTurns, EngineClient, EngineClient]]:
     async with (
         engine(role="prefill") as prefill,
         engine(role="decode") as decode,
         aiohttp.ClientSession() as session,
     ):
         yield (
-            BareTurns(session, prefill.url, decode.url, MODEL, time.perf_counter),
+            BareTurns(
+                session, prefill.url, decode.url, MODEL, time.perf_counter, last_ids=last_ids
+            ),
             prefill,
             decode,
         )
@@ -46,6 +50,20 @@ async def test_the_second_turn_carries_decodes_handle_and_equals_a_recompute() -
         fresh = await turns.run(TurnRequest("b", history, 16, reuse=False, last=True))
         assert fresh.pulled_tokens == 0
         assert fresh.token_ids == again.token_ids
+        async with asyncio.timeout(25):
+            await _no_pins(decode)
+
+
+async def test_a_last_turn_without_ids_is_timed_all_the_same() -> None:
+    async with _bare(last_ids=False) as (turns, _, decode):
+        first = prompt(300)
+        opening = await turns.run(TurnRequest("a", first, 32, reuse=True, last=False))
+        assert len(opening.token_ids) == 32
+        history = [*first, *opening.token_ids, *prompt(20, seed=1)]
+        again = await turns.run(TurnRequest("a", history, 16, reuse=True, last=True))
+        assert (again.token_ids, again.generated_tokens) == ((), 16)
+        assert again.pulled_tokens == 331
+        assert again.total_seconds > again.ttft_seconds >= again.prefill_leg_seconds > 0
         async with asyncio.timeout(25):
             await _no_pins(decode)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
@@ -129,6 +130,47 @@ def test_a_plugin_that_is_loaded_twice_changes_nothing_more(
     tokenizer = _Tokenizer()
     detokenizer(tokenizer, _request(list(range(5000))))
     assert len(tokenizer.asked) == 1
+
+
+def test_its_first_use_is_said_once(
+    detokenizer: type[_Detokenizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not before: plugins are loaded before vLLM sets up its logs."""
+    caplog.set_level(logging.INFO, "vllm.kvloop")
+    start_with_tail(detokenizer)
+    assert not caplog.messages
+    for _ in range(2):
+        detokenizer(_Tokenizer(), _request(list(range(5000))))
+    assert caplog.messages == ["kvloop: decode streams get the end of a prompt alone"]
+
+
+class _OtherTokenizer:
+    """One that is not built on `tokenizers`: it has no other within."""
+
+
+class _FailingTokenizer:
+    """One whose tokenizer cannot decode this."""
+
+    def __init__(self) -> None:
+        self._tokenizer = SimpleNamespace(decode=self._decode)
+
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        raise OverflowError(f"{ids[0]} is the client's")
+
+
+@pytest.mark.parametrize("tokenizer", [_OtherTokenizer, _FailingTokenizer])
+def test_a_prompt_whose_end_cannot_be_decoded_is_left_whole_and_it_is_said_once(
+    detokenizer: type[_Detokenizer],
+    tokenizer: Callable[[], Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.kvloop")
+    start_with_tail(detokenizer)
+    for _ in range(2):
+        request = _request(list(range(5000)))
+        assert detokenizer(tokenizer(), request).primed_with is request.prompt_token_ids
+    (said,) = caplog.messages
+    assert "prompts are decoded whole" in said
 
 
 @pytest.fixture

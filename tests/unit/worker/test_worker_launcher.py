@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
 import services
+from services.worker import engine_detokenizer
 from services.worker.launcher import (
     choose_platform,
     import_root,
@@ -58,6 +61,36 @@ def test_packages_of_another_environment_stay_off_the_engines_path(
     assert not root.exists()
     with import_root(sys.executable) as root:
         assert root == site
+
+
+def test_vllm_in_another_environment_finds_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an installation has it: its own metadata, and the plugin's module."""
+    site = tmp_path / "site-packages"
+    (site / "services" / "worker").mkdir(parents=True)
+    shutil.copy(engine_detokenizer.__file__, site / "services" / "worker")
+    installed = distribution("kvloop")
+    metadata = site / f"kvloop-{installed.version}.dist-info"
+    metadata.mkdir()
+    for name in ("METADATA", "entry_points.txt"):
+        (metadata / name).write_text(installed.read_text(name) or "")
+    monkeypatch.setattr(services, "__path__", [str(site / "services")])
+    script = """
+from importlib.metadata import entry_points
+(plugin,) = entry_points(group="vllm.general_plugins")
+print(plugin.name, plugin.load().__name__)
+"""
+    with import_root("/other/python") as root:
+        told = subprocess.run(
+            [sys.executable, "-S", "-c", script],
+            env={"PYTHONPATH": str(root)},
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    assert told.stdout == "kvloop register\n"
 
 
 def test_the_engines_interpreter_is_asked_for_its_version(tmp_path: Path) -> None:
