@@ -86,7 +86,8 @@ class BareTurns:
         else:
             surplus = request.answer_tokens + _SURPLUS_TOKENS
             body = self._body(request, prompt, params, max_tokens=surplus, stream=True)
-            tokens, times = await self._stream(body, request.answer_tokens)
+            with_ids = self._with_ids(request)
+            tokens, times = await self._stream(body, request.answer_tokens, with_ids)
         pulled_tokens = handle["remote_num_tokens"] if handle else 0
         return _result(
             request, tokens, times, started, handed_over=handed_over, pulled_tokens=pulled_tokens
@@ -113,19 +114,25 @@ class BareTurns:
                 "prompt": prompt,
                 "temperature": 0,
                 "ignore_eos": True,
-                "return_token_ids": self._last_ids or not request.last,
+                "return_token_ids": self._with_ids(request),
                 "cache_salt": request.conversation,
                 **({} if params is None else {"kv_transfer_params": params}),
                 **members,
             }
         )
 
+    def _with_ids(self, request: TurnRequest) -> bool:
+        return self._last_ids or not request.last
+
     async def _whole(self, url: str, body: bytes) -> dict[str, Any]:
         async with self._post(url, body) as answer:
             whole: dict[str, Any] = msgspec.json.decode(await answer.read())
             return whole
 
-    async def _stream(self, body: bytes, enough: int) -> tuple[list[int], list[float]]:
+    async def _stream(
+        self, body: bytes, enough: int, with_ids: bool
+    ) -> tuple[list[int], list[float]]:
+        """Tokens, and when chunks came; without ids every chunk counts as a token."""
         tokens: list[int] = []
         times = []
         async with self._post(self._decode_url, body) as answer:
@@ -133,10 +140,10 @@ class BareTurns:
                 if not line.startswith(b"data: {"):
                     continue
                 choices = msgspec.json.decode(line[len(b"data: ") :]).get("choices") or []
-                if choices and (choices[0].get("token_ids") or not self._last_ids):
+                if choices and (choices[0].get("token_ids") or not with_ids):
                     times.append(self._clock())
                     tokens += choices[0].get("token_ids") or ()
-                if max(len(tokens), len(times)) >= enough:
+                if (len(tokens) if with_ids else len(times)) >= enough:
                     answer.close()
                     return tokens, times
         raise UnavailableError("the stream ended early")
@@ -164,7 +171,7 @@ class DecodeAlone(BareTurns):
         prompt = msgspec.Raw(msgspec.json.encode(request.prompt))
         surplus = request.answer_tokens + _SURPLUS_TOKENS
         body = self._body(request, prompt, None, max_tokens=surplus, stream=True)
-        tokens, times = await self._stream(body, request.answer_tokens)
+        tokens, times = await self._stream(body, request.answer_tokens, self._with_ids(request))
         return _result(request, tokens, times, started, handed_over=started, pulled_tokens=0)
 
 
@@ -253,7 +260,7 @@ async def _start(pair: EnginePair, role: Role, run_dir: Path) -> AsyncIterator[E
         )
     )
     command = replace(command, argv=_with_stock_connector(command.argv))
-    # No plugin of kvloop, which prime what vLLM decodes of a prompt.
+    # Without kvloop's plugin, which shortens the prompt that decode streams are given.
     environment = command.environment({**os.environ, **pair.env, "VLLM_PLUGINS": "none"})
     log = run_dir / f"{role}.engine.log"
     async with start_engine(command.argv, environment, log, stop_grace_seconds=5) as process:

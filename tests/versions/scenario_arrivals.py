@@ -9,8 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
-from tests.versions.ranks import Engine, Rank
+from services.worker import engine_arrivals
+from tests.versions.ranks import Engine, Rank, worker_class
 from tests.versions.stand_ins import sidecar_socket, stand_in_for_gguf
 
 _LOOKS = 3
@@ -20,9 +22,11 @@ _LOOKS = 3
 def main() -> None:
     """A step waits for a transfer if it computes nothing, and fails for nothing."""
     stand_in_for_gguf()
+    engine_arrivals.LONGEST_SECONDS = 10.0  # others may load this machine
     with sidecar_socket():
         engine = Engine(ranks=1)
         (rank,) = engine.ranks
+        _has_nothing_to_do_with_blocks(rank)
         _the_version_keeps_handles_where_they_are_looked_for()
         _an_empty_step_tells_of_a_transfer_that_ends_in_it(engine, rank)
         _a_step_that_computes_does_not_wait(engine, rank)
@@ -30,6 +34,18 @@ def main() -> None:
         _a_renamed_attribute_costs_the_wait_alone(engine, rank)
         engine.connector.shutdown()
     sys.stdout.write("ok\n")
+
+
+def _has_nothing_to_do_with_blocks(rank: Rank) -> None:
+    """What has arrived lies there as it is to be."""
+    worker, engine = rank.worker, MagicMock(remote_physical_blocks_per_logical=1)
+    worker.use_host_buffer = worker.use_mla = worker._is_hma_required = False
+    worker.enable_permute_local_kv = worker.enable_heterogeneous_attn_post_process = False
+    worker._physical_blocks_per_logical_kv_block = 1
+    worker._pending_recv_notifs = {}
+    worker.transfer_topo = MagicMock(block_size_ratio=lambda _: 1, get_engine_info=lambda _: engine)
+    for name in ("_sync_device_after_mamba_recv", "_sync_device_after_direct_recv"):
+        setattr(worker, name, lambda *_: None)
 
 
 class _Transfers:
@@ -44,6 +60,7 @@ class _Transfers:
         self.looked = 0
         self._looks = looks
         rank.worker._recving_transfers["request"] = [7]
+        rank.worker._recving_metadata["request"] = MagicMock(region_blocks_to_zero=None)
         rank.worker.nixl_wrapper.check_xfer_state = self.state
 
     def state(self, handle: int) -> str:
@@ -68,14 +85,12 @@ def _step(engine: Engine, rank: Rank, tokens: int = 0) -> set[str]:
         engine.schedule(tokens)
         engine.execute()
     finally:
-        del rank.execute  # type: ignore[method-assign]
+        del rank.execute
     return told
 
 
 def _the_version_keeps_handles_where_they_are_looked_for() -> None:
     """Its own reads put them there, in lists by request."""
-    from tests.versions.ranks import worker_class
-
     reads = worker_class()._read_blocks.__code__
     assert "_recving_transfers" in reads.co_names, reads
     assert "append" in reads.co_names, reads
@@ -113,7 +128,7 @@ def _a_renamed_attribute_costs_the_wait_alone(engine: Engine, rank: Rank) -> Non
     """As in a version that is yet to come."""
     transfers = _Transfers(rank, 0)
     found = rank.worker._recving_transfers
-    rank.worker._recving_transfers = None
+    rank.worker._recving_transfers = object()
     pop = rank.worker._pop_done_transfers
     rank.worker._pop_done_transfers = lambda _: pop(found)
     try:
