@@ -7,11 +7,10 @@ import random
 import re
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
-
-from google.protobuf.duration_pb2 import Duration
+from dataclasses import dataclass, field
 
 from kvloop.bench.turns import TurnRequest, TurnResult, TurnRunner
+from kvloop.durations import to_seconds
 from kvloop.inventory import list_pins
 
 _USAGE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -59,10 +58,11 @@ async def check_proof(turns: TurnRunner, source: random.Random, name: str) -> li
     return checks
 
 
+@dataclass
 class RenewalCheck:
     """What a conversation left on decode outlives the engine's lease.
 
-    Args:
+    Attributes:
         turns: on an engine in float32, whose lease is `lease_seconds`.
         kvmeta: host:port of the ledger, which tells how long the engine keeps the blocks.
         lease_seconds: for which the engine keeps them unless they are renewed.
@@ -71,58 +71,46 @@ class RenewalCheck:
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        turns: TurnRunner,
-        kvmeta: str,
-        lease_seconds: float,
-        source: random.Random,
-        name: str,
-        clock: Callable[[], float],
-    ) -> None:
-        self._turns = turns
-        self._kvmeta = kvmeta
-        self._lease_seconds = lease_seconds
-        self._source = source
-        self._name = name
-        self._clock = clock
+    turns: TurnRunner
+    kvmeta: str
+    lease_seconds: float
+    source: random.Random
+    name: str
+    clock: Callable[[], float]
+    _history: list[int] = field(init=False)
+    _began: float = field(init=False)
 
     async def begin(self) -> None:
         """Take the first turn. Other turns may follow before `finish`."""
-        first = _tokens(self._source, 1500)
-        opening = TurnRequest(self._name, first, 64, reuse=True, last=False)
-        said = (await self._turns.run(opening)).token_ids
+        first = _tokens(self.source, 1500)
+        opening = TurnRequest(self.name, first, 64, reuse=True, last=False)
+        said = (await self.turns.run(opening)).token_ids
         self._history = [*first, *said]
-        self._began = self._clock()
+        self._began = self.clock()
 
     async def finish(self) -> Check:
         """Wait until the lease is long over, and take the second turn."""
-        wait = self._began + _LEASES * self._lease_seconds - self._clock()
+        wait = self._began + _LEASES * self.lease_seconds - self.clock()
         await asyncio.sleep(max(wait, 0.0))
-        pins = await asyncio.to_thread(lambda: list(list_pins(self._kvmeta)))
+        pins = await asyncio.to_thread(lambda: list(list_pins(self.kvmeta)))
         left = [
-            _seconds(pin.engine_remaining)
+            to_seconds(pin.engine_remaining)
             for pin in pins
-            if _seconds(pin.age) > self._lease_seconds
+            if to_seconds(pin.age) > self.lease_seconds
         ]
-        seconds = self._clock() - self._began
-        prompt = [*self._history, *_tokens(self._source, 200)]
-        pulled = await self._turns.run(TurnRequest(self._name, prompt, 32, True, True))
-        fresh = await self._turns.run(TurnRequest(f"{self._name}-fresh", prompt, 32, False, True))
-        await self._turns.end(self._name)
-        equal = pulled.token_ids == fresh.token_ids
+        seconds = self.clock() - self._began
+        prompt = [*self._history, *_tokens(self.source, 200)]
+        pulled = await self.turns.run(TurnRequest(self.name, prompt, 32, True, True))
+        fresh = await self.turns.run(TurnRequest(f"{self.name}-fresh", prompt, 32, False, True))
+        await self.turns.end(self.name)
+        equal, verdict = _compared(pulled, fresh)
         kept = f"{max(left, default=0.0):.0f} s"
         detail = (
-            f"lease of {self._lease_seconds:g} s, {seconds:.0f} s old, kept for {kept} more; "
-            f"then {pulled.pulled_tokens} of {len(prompt)} tokens pulled, answer "
-            + ("equals the recomputed one" if equal else "DIFFERS from the recomputed one")
+            f"lease of {self.lease_seconds:g} s, {seconds:.0f} s old, kept for {kept} more; "
+            f"then {pulled.pulled_tokens} of {len(prompt)} tokens pulled, {verdict}"
         )
-        renewed = 0 < max(left, default=0.0) <= self._lease_seconds
+        renewed = 0 < max(left, default=0.0) <= self.lease_seconds
         return Check("renewal", renewed and pulled.pulled_tokens > 1000 and equal, detail)
-
-
-def _seconds(duration: Duration) -> float:
-    return duration.ToNanoseconds() / 1e9
 
 
 async def check_release(
@@ -165,13 +153,18 @@ def _edits(first: list[int], said: list[int], message: list[int]) -> list[_Edit]
 def _judge(edit: _Edit, pulled: TurnResult, fresh: TurnResult) -> Check:
     block_slack = 128
     proven = edit.same - block_slack <= pulled.pulled_tokens <= edit.same
-    equal = pulled.token_ids == fresh.token_ids
+    equal, verdict = _compared(pulled, fresh)
     detail = (
         f"{edit.same} of {len(edit.prompt)} tokens are the same, {pulled.pulled_tokens} pulled "
-        f"(miss reason {pulled.miss_reason}); answer "
-        + ("equals the recomputed one" if equal else "DIFFERS from the recomputed one")
+        f"(miss reason {pulled.miss_reason}); {verdict}"
     )
     return Check(edit.name, proven and equal, detail)
+
+
+def _compared(pulled: TurnResult, fresh: TurnResult) -> tuple[bool, str]:
+    """Whether two answers are the same, and how to say it."""
+    equal = pulled.token_ids == fresh.token_ids
+    return equal, f"answer {'equals' if equal else 'DIFFERS from'} the recomputed one"
 
 
 def _kv_usage(url: str) -> float:

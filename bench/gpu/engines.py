@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from bench.gpu.renewing import RENEW
 from kvloop.stack import StackSettings, WorkerSettings
 
 Role = Literal["prefill", "decode"]
@@ -52,8 +53,6 @@ BARE = "-bare"
 """Ends the names of pairs on which the bare protocol runs."""
 _TCP = {"UCX_TLS": "tcp,cuda_copy,self"}
 """What UCX falls back to where it sees no NVLink and may not use cuda_ipc."""
-RENEW = "KVLOOP_GPU_RENEW"
-"""Makes old engines renew: see renewing.py, which has to be importable with vLLM alone."""
 
 
 @dataclass(frozen=True)

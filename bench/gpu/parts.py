@@ -250,15 +250,17 @@ async def two_gpus(bench: Bench, found: Outcome) -> None:
     """
     await _meet(bench, "q32-two-gpus")
     ways = bench.ways["q32-two-gpus"]
-    straight = ways.bare if ways.bare is not None else ways.turns
-    bare = _observed(bench, found, ways, "bare-on", straight, reuse=True)
-    variants = [*_observed_on_off(bench, found, ways, trace_every=0), bare]
+    variants = _observed_on_off(bench, found, ways, trace_every=0)
+    traced = [_observed(bench, found, ways, "on", ways.turns, reuse=True, trace_every=1)]
+    if ways.bare is not None:
+        bare = _observed(bench, found, ways, "bare-on", ways.bare, reuse=True)
+        variants.append(bare)
+        traced.append(bare)
     for context in (24576, 40960):
         plan = RoundPlan([bench.shape(context)], repetitions=6)
         found.keep(f"two-gpus-{context}", await bench.rounds("two-gpus", variants, plan))
-    traced = _observed(bench, found, ways, "on", ways.turns, reuse=True, trace_every=1)
     plan = RoundPlan([bench.shape(24576)], repetitions=5, warm_ups=0)
-    found.keep("two-gpus-hops", await bench.rounds("two-gpus-hops", [traced, bare], plan))
+    found.keep("two-gpus-hops", await bench.rounds("two-gpus-hops", traced, plan))
 
 
 async def two_gpus_warm(bench: Bench, found: Outcome) -> None:

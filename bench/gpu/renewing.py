@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import os
 
+RENEW = "KVLOOP_GPU_RENEW"
+"""Environment variable that makes it act."""
+
 
 def register() -> None:
     """vLLM's plugin: say that deadlines are checked."""
-    if os.environ.get("KVLOOP_GPU_RENEW"):
+    if os.environ.get(RENEW):
         from services.worker import engine_traits
 
         engine_traits.renews_leases = lambda: True

@@ -32,7 +32,7 @@ from vllm.platforms import current_platform
 from services.worker import cpu_engine, engine_traits, engine_waits
 from services.worker.engine_arrivals import await_arrival
 from services.worker.engine_decode import DecodeLeg
-from services.worker.engine_events import EngineEvents
+from services.worker.engine_events import EVENTS_SOCKET, EngineEvents
 from services.worker.engine_idle import EngineIdle
 from services.worker.engine_pins import EnginePins
 from services.worker.engine_prefill import PrefillLeg
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvloop.connector")
 
-EVENTS_SOCKET = "KVLOOP_EVENTS_SOCKET"
-"""Environment variable with the path of the sidecar's event socket."""
 _IDLE = "kvloop_idle"
 """Attribute of a step's metadata: True if the engine does nothing but retain."""
 _EMPTY = "kvloop_empty"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from services.worker.engine_events import EVENTS_SOCKET
 from services.worker.kv_layout import MODEL_RUNNER, KvLayout, Platform
 from services.worker.transport import GET_ZCOPY
 
@@ -96,7 +97,7 @@ def engine_command(options: EngineOptions) -> EngineCommand:
     if options.kv_layout.block_size is not None:
         argv += ["--block-size", str(options.kv_layout.block_size)]
     required = {
-        "KVLOOP_EVENTS_SOCKET": str(options.events_socket),
+        EVENTS_SOCKET: str(options.events_socket),
         "PYTHONPATH": str(options.import_root),
         "PYTHONHASHSEED": "0",  # both engines must hash prefixes alike
         "PYTHONUNBUFFERED": "1",

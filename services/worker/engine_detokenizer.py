@@ -7,7 +7,7 @@ before the first token is sent. Only the prompt's end matters, so here the strea
 gets no more than that.
 
 vLLM loads this as a plugin (entry point `vllm.general_plugins`) in each of its processes.
-Runs inside vLLM: imports only the standard library and vLLM.
+Runs inside vLLM: imports only the standard library, vLLM, and a sibling that does the same.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-EVENTS_SOCKET = "KVLOOP_EVENTS_SOCKET"
-"""Set where a sidecar runs beside the engine; without it vLLM is left as it is."""
+from services.worker.engine_events import EVENTS_SOCKET
+
 TAIL_TOKENS = (16, 128, 1024)
 """Lengths of the prompt's end that are tried, shortest first."""
 _UNFINISHED = "\ufffd"
@@ -30,7 +30,10 @@ _logger = logging.getLogger("vllm.kvloop")
 
 
 def register() -> None:
-    """vLLM's plugin: shorten the prompts of decode streams in this process."""
+    """vLLM's plugin: shorten the prompts of decode streams in this process.
+
+    Without a sidecar beside the engine vLLM is left as it is.
+    """
     if not os.environ.get(EVENTS_SOCKET):
         return
     try:

@@ -27,6 +27,8 @@ MAX_QUEUED = 10_000
 """Events kept while no sidecar is connected. Beyond it the oldest is dropped:
 its turn is not committed, and its blocks fall at the engine's TTL."""
 
+EVENTS_SOCKET = "KVLOOP_EVENTS_SOCKET"
+"""Environment variable with the path of the sidecar's event socket."""
 _RETRY_SECONDS = 0.2
 _CLOSE = object()
 

@@ -33,8 +33,6 @@ class _Turns(FakeTurns):
 
     async def run(self, request: TurnRequest) -> TurnResult:
         """As much as a whole history."""
-        # The conversation's history grows in place.
-        request = dataclasses.replace(request, prompt=list(request.prompt))
         taken = await super().run(request)
         pulled = len(request.prompt) - 200 if request.reuse and self.pulls else 0
         return dataclasses.replace(taken, pulled_tokens=pulled)

@@ -12,13 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine_detokenizer import (
-    EVENTS_SOCKET,
-    TAIL_TOKENS,
-    register,
-    start_with_tail,
-    tail,
-)
+from services.worker.engine_detokenizer import TAIL_TOKENS, register, start_with_tail, tail
+from services.worker.engine_events import EVENTS_SOCKET
 from tests.unit.worker.vocabularies import SCRIPTS, VOCABULARIES, Vocabulary
 
 _MODULE = "vllm.v1.engine.detokenizer"

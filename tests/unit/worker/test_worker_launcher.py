@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 import services
-from services.worker import engine_detokenizer
+from services.worker import engine_detokenizer, engine_events
 from services.worker.launcher import (
     choose_platform,
     import_root,
@@ -66,10 +66,11 @@ def test_packages_of_another_environment_stay_off_the_engines_path(
 def test_vllm_in_another_environment_finds_the_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an installation has it: its own metadata, and the plugin's module."""
+    """As an installation has it: its own metadata, and the plugin's modules."""
     site = tmp_path / "site-packages"
     (site / "services" / "worker").mkdir(parents=True)
-    shutil.copy(engine_detokenizer.__file__, site / "services" / "worker")
+    for module in (engine_detokenizer, engine_events):
+        shutil.copy(module.__file__, site / "services" / "worker")
     installed = distribution("kvloop")
     metadata = site / f"kvloop-{installed.version}.dist-info"
     metadata.mkdir()
