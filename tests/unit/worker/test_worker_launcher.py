@@ -70,6 +70,7 @@ def test_vllm_in_another_environment_finds_the_plugin(
     site = tmp_path / "site-packages"
     (site / "services" / "worker").mkdir(parents=True)
     for module in (engine_detokenizer, engine_events):
+        assert module.__file__
         shutil.copy(module.__file__, site / "services" / "worker")
     installed = distribution("kvloop")
     metadata = site / f"kvloop-{installed.version}.dist-info"
