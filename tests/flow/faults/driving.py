@@ -179,7 +179,6 @@ async def _reached(scene: Scene, step: Step, turn: Turn) -> None:
 
 
 _LEAVING: Mapping[Act, Callable[[Scene], Life[Any]]] = {
-    Act.KVMETA_LEAVES: lambda scene: scene.world.kvmeta,
     Act.P_SIDECAR_LEAVES: lambda scene: scene.prefill.sidecar,
     Act.D_SIDECAR_LEAVES: lambda scene: scene.decode.sidecar,
     Act.ROUTER_LEAVES: lambda scene: scene.world.router,
