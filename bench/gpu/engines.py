@@ -13,6 +13,7 @@ from typing import Literal
 
 from bench.gpu.renewing import RENEW
 from kvloop.stack import StackSettings, WorkerSettings
+from services.worker.kv_layout import KvLayoutChoice
 
 Role = Literal["prefill", "decode"]
 Platform = Literal["cpu", "cuda"]
@@ -49,10 +50,10 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 
-BARE = "-bare"
-"""Ends the names of pairs on which the bare protocol runs."""
 _TCP = {"UCX_TLS": "tcp,cuda_copy,self"}
 """What UCX falls back to where it sees no NVLink and may not use cuda_ipc."""
+_NO_PLUGINS = {"VLLM_PLUGINS": "none"}
+"""Leaves decode streams the whole prompt, as stock vLLM does."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,14 @@ class EnginePair:
         traced: whether kvloop's services send spans of turns that ask for it.
         lease_seconds: the sidecars' --pin-lease-seconds.
         compared: whether answers are compared, for which last turns ask for token ids.
+        bare: vLLM's own connector in the place of kvloop's, and no services beside them.
     """
 
     name: str
     model: str
     engine_python: str
     args: tuple[str, ...]
-    kv_layout: str
+    kv_layout: KvLayoutChoice
     prefill_args: tuple[str, ...] = ()
     platform: Platform = "cuda"
     decode_delay_seconds: float = 0.0
@@ -92,6 +94,7 @@ class EnginePair:
     traced: bool = False
     lease_seconds: int = 60
     compared: bool = False
+    bare: bool = False
 
     @property
     def model_name(self) -> str:
@@ -141,7 +144,9 @@ def engine_pairs() -> dict[str, EnginePair]:
     work = Path(os.environ.get("KVLOOP_GPU_DIR", ""))
     python = str(work / "engine-python")
 
-    def pair(name: str, model: str, args: tuple[str, ...], layout: str = "auto") -> EnginePair:
+    def pair(
+        name: str, model: str, args: tuple[str, ...], layout: KvLayoutChoice = "auto"
+    ) -> EnginePair:
         folder = str(work / "models" / model)
         return EnginePair(name, folder, python, (*_COMMON, *args), layout)
 
@@ -150,7 +155,15 @@ def engine_pairs() -> dict[str, EnginePair]:
 
     tiny = ("--enforce-eager", "--max-model-len", "16384", *kv(2))
     float32 = ("--dtype", "float32", "--attention-backend", "TRITON_ATTN")
-    q8 = (*_DUMMY, *kv(12))
+    q8_args = (*_DUMMY, *kv(12))
+    q8 = replace(_cold(pair("q8", "q8", q8_args)), traced=True)
+    q8_bare = replace(q8, name="q8-bare", bare=True, traced=False)
+    q8_stock = replace(
+        q8_bare,
+        name="q8-stock",
+        args=(*q8.args, "--block-size", "16"),
+        env=_ENVIRONMENT | _NO_PLUGINS,
+    )
     q32 = pair("q32", "q32", (*_DUMMY, "--quantization", "fp8", *kv(21)))
     latent = ("--compilation-config", json.dumps(_DECODE_GRAPHS))
     a3b = pair("a3b", "a3b", (*_DUMMY, "--quantization", "fp8", *kv(8)))
@@ -171,11 +184,12 @@ def engine_pairs() -> dict[str, EnginePair]:
             pull_guard=False,
             compared=True,
         ),
-        replace(_cold(pair("q8", "q8", q8)), traced=True),
-        replace(_cold(pair("q8-tcp", "q8", q8)), env=_ENVIRONMENT | _TCP),
-        _cold(pair("q8-bare", "q8", (*_DUMMY, *kv(10)), "cross-layers")),
-        _cold(pair("q8-block-128", "q8", q8, "large-blocks")),
-        _cold(pair("q8-engine-default", "q8", q8, "engine-default")),
+        q8,
+        q8_bare,
+        q8_stock,
+        replace(_cold(pair("q8-tcp", "q8", q8_args)), env=_ENVIRONMENT | _TCP),
+        _cold(pair("q8-block-128", "q8", q8_args, "large-blocks")),
+        _cold(pair("q8-engine-default", "q8", q8_args, "engine-default")),
         replace(q32, decode_delay_seconds=40.0),
         replace(_cold(pair("v2lite", "v2lite", (*_DUMMY, *latent, *kv(6)))), compared=True),
         replace(_cold(a3b), decode_delay_seconds=40.0, compared=True),
@@ -199,13 +213,15 @@ def rehearsal_pairs(model: str) -> dict[str, EnginePair]:
             args,
             pair.kv_layout,
             platform="cpu",
+            # Threads of two engines that wait for each other on few cores take seconds a step.
+            env=_ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
             pull_guard=pair.pull_guard,
             traced=pair.traced,
             lease_seconds=pair.lease_seconds,
             compared=pair.compared,
         )
         for name, pair in engine_pairs().items()
-        if not name.endswith(BARE)
+        if not pair.bare
     }
     return {
         name: pair if name in ("tiny-bfloat16", "q32") else _cold(pair)

@@ -47,6 +47,7 @@ class Outcome:
     """What a part found.
 
     Attributes:
+        remarks: what has to be known of the runs; comes first in the notes.
         book: what was seen of single turns.
         host: looks at the machine after each run; None: nobody does.
         kept: called after each run, so that nothing is lost if the next one never ends.
@@ -56,6 +57,7 @@ class Outcome:
     checks: list[Check] = field(default_factory=list)
     outputs: dict[str, list[OutputCheck]] = field(default_factory=dict)
     traffic: dict[str, dict[str, Any]] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     breakdowns: dict[str, list[Row]] = field(default_factory=dict)
     conditions: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class Outcome:
 
     def _compare(self) -> None:
         """What kvloop adds, of all runs that have the bare protocol beside them."""
-        self.notes.clear()
+        self.notes = list(self.remarks)
         for name, run in self.runs.items():
             self.notes += [f"{name}: {said}" for said in added(run, self.book.traced)]
             for reuse in WAYS:

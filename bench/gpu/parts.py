@@ -2,97 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from bench.gpu.checks import RenewalCheck, check_proof, check_release
-from bench.gpu.engine_times import EngineWatch
 from bench.gpu.observed import ObservedTurns
 from bench.gpu.outcome import Outcome
+from bench.gpu.ways import Bench, Ways
 from kvloop.bench.outputs import check_outputs
-from kvloop.bench.rounds import Progress, RoundPlan, Variant, run_rounds
-from kvloop.bench.samples import Run, Shape
+from kvloop.bench.rounds import RoundPlan, Variant
+from kvloop.bench.samples import Shape
 from kvloop.bench.slowdown import slowdown
 from kvloop.bench.traffic import TrafficPlan, traffic
-from kvloop.bench.transfers import HttpPrefillEngine
 from kvloop.bench.turns import TurnRunner
-
-
-@dataclass(frozen=True)
-class Ways:
-    """A running pair of engines, and how turns are taken on it.
-
-    Attributes:
-        turns: takes turns on it.
-        prefill_url: of its prefill server.
-        decode_url: of its decode server.
-        bare: takes turns on the same engines, leg by leg, past all of kvloop but the
-            connector; None where `turns` does so already.
-        split: takes turns of which prefill has computed the beginning before.
-        decode_alone: takes turns on the decode engine alone.
-        watch: sees what the engines say of single requests; None: nobody asks them.
-        kvmeta: host:port of its ledger; empty for the bare protocol.
-        lease_seconds: for which decode keeps blocks that nobody renews.
-    """
-
-    turns: TurnRunner
-    prefill_url: str
-    decode_url: str
-    bare: TurnRunner | None = None
-    split: TurnRunner | None = None
-    decode_alone: TurnRunner | None = None
-    watch: EngineWatch | None = None
-    kvmeta: str = ""
-    lease_seconds: float = 60.0
-
-    def variant(self, name: str, *, reuse: bool, turns: TurnRunner | None = None) -> Variant:
-        """One way of holding conversations on it."""
-        prefill = HttpPrefillEngine(self.prefill_url)
-        return Variant(name, turns or self.turns, reuse, prefill)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What every part needs.
-
-    Attributes:
-        ways: running engines by name; those that did not come up are missing.
-        clock: monotonic seconds.
-        wall_clock: nanoseconds since 1970.
-        stop: True once the time is up.
-        on_progress: called after each round.
-        source: of tokens and order.
-        scale: all contexts are divided by it; 1 for the real thing.
-        most_repetitions: of any shape; None: as many as the part wants.
-    """
-
-    ways: Mapping[str, Ways]
-    clock: Callable[[], float]
-    wall_clock: Callable[[], int]
-    stop: Callable[[], bool]
-    on_progress: Callable[[Progress], None]
-    source: random.Random
-    scale: int = 1
-    most_repetitions: int | None = None
-
-    def shape(self, context_tokens: int, answer_tokens: int = 16, **more: int) -> Shape:
-        """The size of a conversation, scaled."""
-        return Shape(context_tokens // self.scale, answer_tokens, **more)
-
-    async def rounds(self, name: str, variants: list[Variant], plan: RoundPlan) -> Run:
-        """Run rounds under a name of their own."""
-        if self.most_repetitions is not None:
-            plan = replace(plan, repetitions=min(plan.repetitions, self.most_repetitions))
-        return await run_rounds(
-            variants,
-            plan,
-            name=f"{name}-{self.source.randrange(1 << 32):08x}",
-            source=self.source,
-            clock=self.clock,
-            stop=self.stop,
-            on_progress=self.on_progress,
-        )
 
 
 @dataclass(frozen=True)
@@ -156,20 +78,13 @@ async def near_ties(bench: Bench, found: Outcome) -> None:
 async def q8(bench: Bench, found: Outcome) -> None:
     """Qwen3-8B's shape, prefill cold, beside the bare protocol in the same rounds.
 
-    Every second of kvloop's turns is traced. In the end turns follow idle time of
-    several lengths, all of them traced. Without engines of its own the bare protocol
-    runs on kvloop's.
+    The bare protocol has engines like kvloop's, but for the connector. Every third of
+    kvloop's turns is traced. In the end turns follow idle time of several lengths, all of
+    them traced.
     """
-    await _meet(bench, "q8")
+    await _beside_bare(bench, found, "q8", "q8-bare", {8192: 18, 16384: 12, 32768: 12})
     ours = bench.ways["q8"]
-    bare = bench.ways.get("q8-bare", ours)
-    straight = bare.bare if bare is ours and bare.bare is not None else bare.turns
-    variants = _observed_on_off(bench, found, ours, trace_every=2)
-    for name, reuse in (("bare-on", True), ("bare-off", False)):
-        variants.append(_observed(bench, found, bare, name, straight, reuse=reuse))
-    for context, repetitions in ((8192, 16), (16384, 9), (32768, 9)):
-        plan = _quick([bench.shape(context)], repetitions)
-        found.keep(f"q8-{context}", await bench.rounds("q8", variants, plan))
+    bare, straight = _bare_way(bench, "q8-bare", ours)
     # Nothing asks the engines anything between the idle time and the turn.
     variants = [
         replace(
@@ -191,6 +106,11 @@ async def q8(bench: Bench, found: Outcome) -> None:
         )
         name = f"q8-after-{idle_seconds:g}-s"
         found.keep(name, await bench.rounds("q8-idle", variants, plan))
+
+
+async def q8_stock(bench: Bench, found: Outcome) -> None:
+    """The same beside the bare protocol on stock engines: blocks of 16 tokens, no plugin."""
+    await _beside_bare(bench, found, "q8-stock", "q8-stock", {8192: 6, 32768: 6})
 
 
 async def guard(bench: Bench, found: Outcome) -> None:
@@ -294,6 +214,7 @@ PARTS = {
     "exact": Part(("tiny-float32",), exact),
     "near-ties": Part(("tiny-bfloat16",), near_ties),
     "q8": Part(("q8", "q8-bare"), q8),
+    "q8-stock": Part(("q8", "q8-stock"), q8_stock),
     "guard": Part(("q8-tcp",), guard),
     "crowd": Part(("q8",), crowd),
     "blocks": Part(("q8-block-128", "q8-engine-default"), blocks),
@@ -304,6 +225,8 @@ PARTS = {
     "two-gpus-warm": Part(("q32-two-gpus",), two_gpus_warm),
     "two-gpus-crowd": Part(("q32-two-gpus-cold",), two_gpus_crowd),
 }
+_TRACED = 3
+"""One turn of so many; tracing takes time, and what kvloop adds is told from the others."""
 _EIGHT = {"turns": 3, "conversations": 8, "last_answer_tokens": 64}
 
 
@@ -332,6 +255,37 @@ def _observed_on_off(
         _observed(bench, found, ways, name, ways.turns, reuse=reuse, trace_every=trace_every)
         for name, reuse in (("on", True), ("off", False))
     ]
+
+
+async def _beside_bare(
+    bench: Bench, found: Outcome, name: str, bare_name: str, repetitions: Mapping[int, int]
+) -> None:
+    """Off and on at some contexts, through kvloop and by the bare protocol.
+
+    Args:
+        bench: with the engines "q8".
+        found: gets the runs.
+        name: begins their names.
+        bare_name: of the engines of the bare protocol.
+        repetitions: by context.
+    """
+    await _meet(bench, "q8")
+    ours = bench.ways["q8"]
+    bare, straight = _bare_way(bench, bare_name, ours)
+    if bare is ours:
+        found.remarks.append(f"no {bare_name}: the bare protocol ran on kvloop's own engines")
+    variants = _observed_on_off(bench, found, ours, trace_every=_TRACED)
+    for way, reuse in (("bare-on", True), ("bare-off", False)):
+        variants.append(_observed(bench, found, bare, way, straight, reuse=reuse))
+    for context, count in repetitions.items():
+        plan = _quick([bench.shape(context)], count)
+        found.keep(f"{name}-{context}", await bench.rounds(name, variants, plan))
+
+
+def _bare_way(bench: Bench, name: str, ours: Ways) -> tuple[Ways, TurnRunner]:
+    """The engines of the bare protocol, and what takes turns on them; kvloop's if it has none."""
+    bare = bench.ways.get(name, ours)
+    return bare, bare.bare if bare is ours and bare.bare is not None else bare.turns
 
 
 async def _cold_contexts(bench: Bench, found: Outcome, name: str) -> None:

@@ -24,16 +24,18 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
-from bench.gpu.bare import BareTurns, DecodeAlone, bare_engines
+from bench.gpu.bare import BareTurns, DecodeAlone
+from bench.gpu.bare_engines import bare_engines
 from bench.gpu.engine_times import EngineWatch
-from bench.gpu.engines import BARE, EnginePair, engine_pairs, rehearsal_pairs
+from bench.gpu.engines import EnginePair, engine_pairs, rehearsal_pairs
 from bench.gpu.hops import hop_table
 from bench.gpu.host import machine
 from bench.gpu.observed import Book
 from bench.gpu.outcome import HostWatch, Outcome
-from bench.gpu.parts import PARTS, Bench, Ways
+from bench.gpu.parts import PARTS
 from bench.gpu.spans import SpanSink, span_sink, tracing_environment, tracing_is_installed
 from bench.gpu.split import SplitTurns
+from bench.gpu.ways import Bench, Ways
 from kvloop.aio import AsyncClient
 from kvloop.bench.cells import cells
 from kvloop.bench.rounds import Progress
@@ -41,6 +43,7 @@ from kvloop.bench.samples import Shape
 from kvloop.bench.tables import output_lines, ttft_table
 from kvloop.bench.turns import KvloopTurns
 from kvloop.stack import ProcessState, ProcessStatus, Stack
+from services.worker.engine_command import ENGINE_KEEP_ALIVE_SECONDS
 
 _REHEARSAL_SCALE = 16
 _REHEARSAL_REPETITIONS = 3
@@ -121,7 +124,8 @@ async def _bare(pair: EnginePair, run_dir: Path) -> AsyncIterator[Ways]:
 
 @asynccontextmanager
 async def _session() -> AsyncIterator[aiohttp.ClientSession]:
-    connections = aiohttp.TCPConnector(keepalive_timeout=2.0)
+    # As a sidecar keeps them: the bare protocol shall not have to connect anew either.
+    connections = aiohttp.TCPConnector(keepalive_timeout=0.8 * ENGINE_KEEP_ALIVE_SECONDS)
     timeout = aiohttp.ClientTimeout(total=_TURN_SECONDS)
     async with aiohttp.ClientSession(connector=connections, timeout=timeout) as session:
         yield session
@@ -138,8 +142,7 @@ async def _start(
 
     async def start(pair: EnginePair) -> tuple[str, Ways | Exception]:
         run_dir = runs / pair.name
-        bare = pair.name.endswith(BARE)
-        opening = _bare(pair, run_dir) if bare else _kvloop(pair, run_dir, tracing, report)
+        opening = _bare(pair, run_dir) if pair.bare else _kvloop(pair, run_dir, tracing, report)
         try:
             return pair.name, await stack.enter_async_context(opening)
         except Exception as error:  # one pair that fails shall not cost the others

@@ -24,6 +24,7 @@ from bench.idle.sidecar import Sidecar
 from services.worker import tiny_model
 from services.worker.engine_command import EngineOptions, engine_command
 from services.worker.engine_process import EngineProcess, start_engine
+from services.worker.given_flags import GivenFlags
 from services.worker.kv_layout import KvLayout
 
 _START_SECONDS = 300.0
@@ -169,6 +170,7 @@ async def _engine(
             cpu_kv_cache_gib=None,
             cpu_threads=None,
             extra_args=(),
+            given=GivenFlags(),
         )
     )
     async with (

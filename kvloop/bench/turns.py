@@ -39,7 +39,8 @@ class TurnResult:
     """What one turn took and what was done for it.
 
     Attributes:
-        token_ids: the tokens generated.
+        token_ids: the tokens generated; empty where none were asked for.
+        generated_tokens: how many they are, by the engine's own count.
         ttft_seconds: from the call to the first chunk, at the client.
         total_seconds: from the call to the end of the answer.
         gaps_seconds: between the chunks after the first, one for each.
@@ -63,6 +64,7 @@ class TurnResult:
     """
 
     token_ids: tuple[int, ...]
+    generated_tokens: int
     ttft_seconds: float
     total_seconds: float
     gaps_seconds: tuple[float, ...]
@@ -79,11 +81,6 @@ class TurnResult:
     expected_pull_seconds: float | None = None
     expected_recompute_seconds: float | None = None
     record_id: str | None = None
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens of the answer; chunks, where no ids were asked for."""
-        return len(self.token_ids) or len(self.gaps_seconds) + 1
 
     @property
     def outside_legs_seconds(self) -> float:
@@ -164,6 +161,7 @@ class KvloopTurns:
         receipt = done.receipt
         return TurnResult(
             token_ids=done.token_ids,
+            generated_tokens=done.usage.completion_tokens,
             ttft_seconds=(times[0] if times else ended) - started,
             total_seconds=ended - started,
             gaps_seconds=tuple(after - before for before, after in pairwise(times)),

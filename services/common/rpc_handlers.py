@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-Around = Callable[[Context], AbstractAsyncContextManager[None]]
-"""What a call runs inside of. It sees what the method raises; it may raise before."""
+Around = Callable[[Context, Any], AbstractAsyncContextManager[None]]
+"""What a call runs inside of, by its context and its request (an iterator of them, if it
+streams them). It sees what the method raises; it may raise before."""
 
 AroundMethod = Callable[[str], Around | None]
 """What calls of a method run inside of, by its full name as in
@@ -82,7 +83,7 @@ def _wrap(handler: Handler, around: Around) -> Handler:
 
 def _wrap_call(inner: Any, around: Around) -> Any:
     async def call(request: Any, context: Context) -> Any:
-        async with around(context):
+        async with around(context, request):
             return await inner(request, context)
 
     return call
@@ -90,7 +91,7 @@ def _wrap_call(inner: Any, around: Around) -> Any:
 
 def _wrap_stream(inner: Any, around: Around) -> Any:
     async def call(request: Any, context: Context) -> Any:
-        async with around(context), aclosing(inner(request, context)) as responses:
+        async with around(context, request), aclosing(inner(request, context)) as responses:
             async for response in responses:
                 yield response
 

@@ -37,7 +37,7 @@ def _answered(metrics: RpcMetrics) -> AroundMethod:
 
     def of_method(method: str) -> Around:
         @asynccontextmanager
-        async def around(context: Context) -> AsyncIterator[None]:
+        async def around(context: Context, request: object) -> AsyncIterator[None]:
             with metrics.call(method, context):
                 try:
                     yield

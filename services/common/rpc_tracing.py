@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from kvloop.common.v1 import common_pb2
 from services.common.rpc_handlers import Around, AroundMethod, Context
-from services.common.tracing import NoTracing, Tracing, carried, running
+from services.common.tracing import NO_HEADERS, NoTracing, Tracing, carried, current, running
 
 
 def spans(tracing: Tracing, names: Mapping[str, str]) -> Sequence[AroundMethod]:
@@ -29,11 +30,25 @@ def spans(tracing: Tracing, names: Mapping[str, str]) -> Sequence[AroundMethod]:
             return None
 
         @asynccontextmanager
-        async def around(context: Context) -> AsyncIterator[None]:
-            headers = carried(context.invocation_metadata() or ())
+        async def around(context: Context, request: object) -> AsyncIterator[None]:
+            headers = _said(request) or carried(context.invocation_metadata() or ())
             with running(tracing.server_span(name, headers)):
                 yield
 
         return around
 
     return [of_method]
+
+
+def trace_context() -> common_pb2.TraceContext | None:
+    """What a request carries that is sent now; None where nothing is traced."""
+    headers = current().headers()
+    return common_pb2.TraceContext(**headers) if headers else None
+
+
+def _said(request: object) -> Mapping[str, str]:
+    """The trace context that stands in a request."""
+    said = getattr(request, "trace_context", None)
+    if not isinstance(said, common_pb2.TraceContext):
+        return NO_HEADERS
+    return {field.name: value for field, value in said.ListFields()}

@@ -56,7 +56,7 @@ def only_clients(allowed: frozenset[str]) -> AroundMethod:
             return None
 
         @asynccontextmanager
-        async def around(context: Context) -> AsyncIterator[None]:
+        async def around(context: Context, request: object) -> AsyncIterator[None]:
             try:
                 check_client(client_names(context.auth_context()), allowed)
             except PermissionDeniedError as error:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -133,7 +133,8 @@ async def build(
         kvmeta = await stack.enter_async_context(
             rpc.open_channel(settings.kvmeta, kvmeta_tls, replicated=True)
         )
-        ledger = ledger or GrpcLedger(kvmeta)
+        if ledger is None:
+            ledger = stack.enter_context(closing(GrpcLedger(kvmeta)))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
 
         pool = WorkerPool(

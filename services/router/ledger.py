@@ -12,6 +12,8 @@ from kvloop.errors import CancelledByPeerError, KvloopError, UnavailableError
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
 from kvloop.rpc import typed_errors
 from services.common import tracing
+from services.common.rpc_tracing import trace_context
+from services.router.spare_calls import UnaryAhead
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,24 @@ class GrpcLedger:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = ledger_pb2_grpc.LedgerServiceStub(channel)
+        self._take_handle = UnaryAhead(
+            channel,
+            "/kvloop.kvmeta.v1.LedgerService/TakeHandle",
+            ledger_pb2.TakeHandleRequest.SerializeToString,
+            ledger_pb2.TakeHandleResponse.FromString,
+        )
+
+    def close(self) -> None:
+        """Hold nothing ready for further turns; the channel is about to close."""
+        self._take_handle.close()
 
     async def take_handle(
         self, key: common_pb2.ConversationKey, request_id: str, *, timeout_seconds: float
     ) -> Opening:
         """See `Ledger.take_handle`."""
-        request = ledger_pb2.TakeHandleRequest(key=key, request_id=request_id)
+        request = ledger_pb2.TakeHandleRequest(
+            key=key, request_id=request_id, trace_context=trace_context()
+        )
         try:
             response = await self._take(request, timeout_seconds)
         except KvloopError as error:
@@ -112,9 +126,7 @@ class GrpcLedger:
         self, request: ledger_pb2.TakeHandleRequest, timeout_seconds: float
     ) -> ledger_pb2.TakeHandleResponse:
         with typed_errors():
-            return await self._stub.TakeHandle(
-                request, timeout=timeout_seconds, metadata=tracing.metadata()
-            )
+            return await self._take_handle(request, timeout_seconds=timeout_seconds)
 
     async def return_handle(
         self,

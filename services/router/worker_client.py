@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Protocol
 
 import grpc
@@ -11,10 +12,11 @@ import grpc
 from kvloop.errors import KvloopError, TlsError, UnavailableError, from_rpc_error
 from kvloop.rpc import connected, why_not_connected
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
-from services.common import tracing
+from services.common.rpc_tracing import trace_context
 from services.router.deadline import Deadline
 from services.router.failures import WORKER_LOST, WORKER_UNREACHABLE
 from services.router.request import TurnRequest
+from services.router.spare_calls import StreamAhead, UnaryAhead
 
 
 class WorkerClient(Protocol):
@@ -64,6 +66,10 @@ class WorkerClient(Protocol):
         """Ask a prefill worker what a pull would take."""
         ...
 
+    def expect_no_more(self) -> None:
+        """No further legs will come: hold nothing ready for them."""
+        ...
+
 
 async def connect_in_time(client: WorkerClient, deadline: Deadline, limit_seconds: float) -> None:
     """Connect, in the time that the turn has left and at most the limit.
@@ -85,6 +91,9 @@ def prompt_span(request: TurnRequest) -> worker_pb2.Span | None:
     return worker_pb2.Span(start=place.start, end=place.end) if place is not None else None
 
 
+_SERVICE = "/kvloop.worker.v1.WorkerService"
+
+
 class GrpcWorkerClient:
     """A worker's sidecar over one channel. See `WorkerClient`."""
 
@@ -92,6 +101,23 @@ class GrpcWorkerClient:
         self._worker_id = worker_id
         self._channel = channel
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        self._prefill = UnaryAhead(
+            channel,
+            f"{_SERVICE}/Prefill",
+            worker_pb2.PrefillRequest.SerializeToString,
+            worker_pb2.PrefillResponse.FromString,
+        )
+        self._decode = StreamAhead(
+            channel,
+            f"{_SERVICE}/Decode",
+            worker_pb2.DecodeRequest.SerializeToString,
+            worker_pb2.DecodeResponse.FromString,
+        )
+
+    def expect_no_more(self) -> None:
+        """See `WorkerClient.expect_no_more`."""
+        self._prefill.close()
+        self._decode.close()
 
     async def connect(self, *, timeout_seconds: float) -> None:
         """See `WorkerClient.connect`.
@@ -112,25 +138,24 @@ class GrpcWorkerClient:
         self, request: worker_pb2.PrefillRequest, *, timeout_seconds: float
     ) -> worker_pb2.PrefillResponse:
         """See `WorkerClient.prefill`."""
+        _trace(request)
         try:
-            return await self._stub.Prefill(
-                request, timeout=timeout_seconds, metadata=tracing.metadata()
-            )
-        except grpc.RpcError as error:
+            return await self._prefill(request, timeout_seconds=timeout_seconds)
+        except (grpc.RpcError, UnavailableError) as error:
             raise self._typed(error) from error
 
     async def decode(
         self, request: worker_pb2.DecodeRequest, *, timeout_seconds: float
     ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
         """See `WorkerClient.decode`."""
-        call = self._stub.Decode(request, timeout=timeout_seconds, metadata=tracing.metadata())
+        _trace(request)
+        answer = self._decode(request, timeout_seconds=timeout_seconds)
         try:
-            async for response in call:
-                yield response
-        except grpc.RpcError as error:
+            async with aclosing(answer) as responses:
+                async for response in responses:
+                    yield response
+        except (grpc.RpcError, UnavailableError) as error:
             raise self._typed(error) from error
-        finally:
-            call.cancel()  # without effect on a call that has ended
 
     async def count_tokens(
         self, request: worker_pb2.CountTokensRequest, *, timeout_seconds: float
@@ -172,8 +197,8 @@ class GrpcWorkerClient:
             worker_id=self._worker_id,
         )
 
-    def _typed(self, error: grpc.RpcError) -> KvloopError:
-        found = from_rpc_error(error)
+    def _typed(self, error: grpc.RpcError | UnavailableError) -> KvloopError:
+        found = error if isinstance(error, UnavailableError) else from_rpc_error(error)
         if isinstance(found, TlsError):
             return self._unreachable(found)
         if isinstance(found, UnavailableError) and found.reason == found.default_reason:
@@ -184,3 +209,10 @@ class GrpcWorkerClient:
                 worker_id=self._worker_id,
             )
         return found
+
+
+def _trace(request: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) -> None:
+    """Write into a request to which trace it belongs."""
+    context = trace_context()
+    if context is not None:
+        request.trace_context.CopyFrom(context)

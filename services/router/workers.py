@@ -46,7 +46,11 @@ def connect_over_grpc(tls: TlsSource | None = None) -> Connect:
     @asynccontextmanager
     async def connect(worker: registry_pb2.Worker) -> AsyncIterator[WorkerClient]:
         async with rpc.open_channel(worker.address, tls) as channel:
-            yield GrpcWorkerClient(worker.worker_id, channel)
+            client = GrpcWorkerClient(worker.worker_id, channel)
+            try:
+                yield client
+            finally:
+                client.expect_no_more()
 
     return connect
 
@@ -287,6 +291,7 @@ class WorkerPool:
         """Let a life's turns go on to their end, then close its channel."""
         self._unconfirmed.pop(life.worker_id, None)
         self._tripped.pop(life.worker_id, None)
+        life.client.expect_no_more()
 
         async def close() -> None:
             await life.idle.wait()

@@ -19,7 +19,6 @@ tests/versions drives them against the sources of several versions.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from services.worker import cpu_engine, engine_traits, engine_waits
-from services.worker.engine_arrivals import await_arrival
+from services.worker.engine_arrivals import Arrivals, QuietSteps
 from services.worker.engine_decode import DecodeLeg
 from services.worker.engine_events import EVENTS_SOCKET, EngineEvents
 from services.worker.engine_idle import EngineIdle
@@ -53,8 +52,8 @@ logger = init_logger("vllm.kvloop.connector")
 
 _IDLE = "kvloop_idle"
 """Attribute of a step's metadata: True if the engine does nothing but retain."""
-_EMPTY = "kvloop_empty"
-"""Attribute of a step's metadata: True if it computes nothing."""
+_QUIET = "kvloop_quiet"
+"""Attribute of a step's metadata: True if nothing is computed, in it or beside it."""
 
 
 class KvloopConnector(NixlConnector):
@@ -74,7 +73,8 @@ class KvloopConnector(NixlConnector):
             self._build_scheduler_half(vllm_config, kv_cache_config)
 
     def _build_worker_half(self) -> None:
-        self._idle_step = self._empty_step = False
+        self._idle_step = self._quiet_step = False
+        self._arrivals = Arrivals(self.connector_worker)
         if self._on_cpu:
             cpu_engine.use_all_cores()
             poll = engine_waits.TransferPoll(self.connector_worker).poll
@@ -96,6 +96,9 @@ class KvloopConnector(NixlConnector):
             self._engine,
             pause_seconds=cpu_engine.PAUSE_SECONDS if self._on_cpu else 0.0,
             settle_steps=steps_in_flight + 2,
+        )
+        self._quiet = QuietSteps(
+            steps_in_flight, lockstep=vllm_config.parallel_config.data_parallel_size > 1
         )
         self._pins = EnginePins(
             clock, steps_in_flight=steps_in_flight, longest_lease_seconds=ttl_seconds
@@ -185,7 +188,7 @@ class KvloopConnector(NixlConnector):
             self._idle.stir()
         meta = super().build_connector_meta(scheduler_output)
         setattr(meta, _IDLE, idle)
-        setattr(meta, _EMPTY, scheduled == 0)
+        setattr(meta, _QUIET, self._quiet.schedule(scheduled))
         return meta
 
     def _free_blocks(self) -> int | None:
@@ -197,7 +200,7 @@ class KvloopConnector(NixlConnector):
         """vLLM's hook at the start of a step."""
         super().bind_connector_metadata(connector_metadata)
         self._idle_step = getattr(connector_metadata, _IDLE, False)
-        self._empty_step = getattr(connector_metadata, _EMPTY, False)
+        self._quiet_step = getattr(connector_metadata, _QUIET, False)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Transfers that have ended, in versions that ask for them so."""
@@ -215,11 +218,9 @@ class KvloopConnector(NixlConnector):
         Deadlines are put in order, too: older versions stop at the first that has not
         come, so an early release behind a later one would wait for it.
         """
+        if self._quiet_step:
+            self._arrivals.wait()
         worker = self.connector_worker
-        if self._empty_step:
-            # A transfer whose state cannot be told is told of by vLLM itself.
-            with contextlib.suppress(Exception):
-                await_arrival(worker._recving_transfers, worker.nixl_wrapper.check_xfer_state)
         if not hasattr(worker, "_reap_expired_send_leases"):
             deadlines = worker._reqs_to_send
             if len(deadlines) > 1:

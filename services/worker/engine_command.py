@@ -9,9 +9,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.worker.engine_events import EVENTS_SOCKET
+from services.worker.given_flags import GivenFlags
 from services.worker.kv_layout import MODEL_RUNNER, KvLayout, Platform
 from services.worker.transport import GET_ZCOPY
 
+OWNED_FLAGS = (
+    "--model",
+    "--served-model-name",
+    "--host",
+    "--port",
+    "--kv-transfer-config",
+)
+"""Flags of vLLM that the sidecar sets itself, whatever else is given."""
+
+_DEFAULTS = (("--disable-uvicorn-access-log",),)
+_CPU_DEFAULTS = (
+    ("--dtype", "float32"),
+    ("--enforce-eager",),
+    ("--max-num-seqs", "16"),
+)
 _CONNECTOR_CLASS = "KvloopConnector"
 _CONNECTOR_MODULE = "services.worker.connector"
 
@@ -48,6 +64,8 @@ class EngineOptions:
     cpu_kv_cache_gib: int | None
     cpu_threads: int | None
     extra_args: Sequence[str]
+    given: GivenFlags
+    """What `extra_args` say, and a file that they name."""
     nixl_backends: Sequence[str] = ()
     """Empty: vLLM's own choice."""
 
@@ -74,7 +92,7 @@ class EngineCommand:
 def engine_command(options: EngineOptions) -> EngineCommand:
     """The command that starts vLLM for one leg.
 
-    Flags in `extra_args` come last, so they win over defaults given here.
+    Flags that are given take the place of defaults. `extra_args` come last.
     """
     argv = [
         options.python,
@@ -88,12 +106,12 @@ def engine_command(options: EngineOptions) -> EngineCommand:
         "127.0.0.1",
         "--port",
         str(options.port),
-        "--disable-uvicorn-access-log",
         "--kv-transfer-config",
         json.dumps(_kv_transfer_config(options)),
     ]
-    if options.platform == "cpu":
-        argv += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16"]
+    for default in _DEFAULTS + (_CPU_DEFAULTS if options.platform == "cpu" else ()):
+        if default[0] not in options.given:
+            argv += default
     if options.kv_layout.block_size is not None:
         argv += ["--block-size", str(options.kv_layout.block_size)]
     required = {

@@ -24,6 +24,9 @@ TAIL_TOKENS = (16, 128, 1024)
 _UNFINISHED = "\ufffd"
 """What the bytes of an incomplete character decode to."""
 
+_PANIC = ("pyo3_runtime", "PanicException")
+"""Module and name of the class of a Rust panic in Python."""
+
 _USED = "kvloop: decode streams get the end of a prompt alone"
 _UNABLE = "kvloop: the end of a prompt cannot be decoded by itself; prompts are decoded whole"
 _logger = logging.getLogger("vllm.kvloop")
@@ -66,7 +69,10 @@ def start_with_tail(detokenizer: type) -> None:
     def init(self: Any, tokenizer: Any, request: Any) -> None:
         try:
             shortened = _Shortened(request, _decoder(tokenizer, request))
-        except Exception:  # another kind of tokenizer: no reason to fail a request
+        except BaseException as error:
+            # Another kind of tokenizer, say: no reason to fail a request, let alone the engine.
+            if not isinstance(error, Exception) and not _is_panic(error):
+                raise
             tell(logging.WARNING, _UNABLE)
             shortened = request
         else:
@@ -95,6 +101,14 @@ def tail(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Se
         if text and not text.endswith(_UNFINISHED):
             return end
     return token_ids
+
+
+def _is_panic(error: BaseException) -> bool:
+    """True for a bug of `tokenizers`, whose Rust code raises it past `except Exception`.
+
+    Its class cannot be imported.
+    """
+    return (type(error).__module__, type(error).__name__) == _PANIC
 
 
 def _decoder(tokenizer: Any, request: Any) -> Callable[[Sequence[int]], str]:

@@ -19,10 +19,12 @@ blocks of 64 on Hopper and Blackwell alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
+
+from services.worker.given_flags import GivenFlags
 
 Platform = Literal["cpu", "cuda"]
 """Build of vLLM that runs."""
@@ -33,6 +35,9 @@ KvLayoutChoice = Literal["auto", "cross-layers", "large-blocks", "engine-default
 MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's variable; its second model runner ignores cross-layer blocks, silently."""
 
+_MEMORY_ORDER = "VLLM_KV_CACHE_LAYOUT"
+"""vLLM's variable; with NHD it has no cross-layer blocks. With NixlConnector HND is the default."""
+_BLOCK_SIZE = "--block-size"
 _CPU_BLOCK_SIZE = 32
 _LARGE_BLOCK_SIZE = 128
 _LATENT_BLOCK_SIZE = 64
@@ -64,7 +69,7 @@ class KvLayout:
     reason: str
     """For the log."""
     warnings: tuple[str, ...] = ()
-    """What vLLM will ignore of what was asked for, and what it takes instead."""
+    """What is not done as it was asked for, and what is done instead."""
 
 
 class Attention(StrEnum):
@@ -107,13 +112,26 @@ def attention_of(model_config: Mapping[str, Any]) -> Attention:
     return Attention.LATENT if config.get(_LATENT) else Attention.UNIFORM
 
 
+@dataclass(frozen=True)
+class _BlockSize:
+    """What the operator says of the block size."""
+
+    asked: int | None
+    given: bool
+    """True if it is asked for, or among vLLM's own flags."""
+
+    def or_else(self, tokens: int) -> int | None:
+        """For the sidecar's part of vLLM's command line."""
+        return self.asked if self.given else tokens
+
+
 def choose_kv_layout(
     wanted: KvLayoutChoice,
     *,
     platform: Platform,
     version: tuple[int, int] | None,
     block_size: int | None,
-    engine_args: Sequence[str],
+    flags: GivenFlags,
     environment: Mapping[str, str],
     attention: Attention,
 ) -> KvLayout:
@@ -128,81 +146,106 @@ def choose_kv_layout(
         platform: build of vLLM.
         version: of vLLM; None if it is not known.
         block_size: what the operator asked for.
-        engine_args: further flags for vLLM.
+        flags: that vLLM is given besides.
         environment: that vLLM will inherit.
         attention: what the model's layers keep.
     """
+    size = _BlockSize(block_size, block_size is not None or _BLOCK_SIZE in flags)
     if platform == "cpu":
-        chosen = KvLayout(block_size or _CPU_BLOCK_SIZE, False, "the CPU build's recipe")
+        chosen = KvLayout(size.or_else(_CPU_BLOCK_SIZE), False, "the CPU build's recipe")
         if wanted in ("cross-layers", "large-blocks"):
             chosen = replace(chosen, warnings=(f"{wanted} is for GPUs, and not used here",))
         return chosen
-    given = block_size is not None or any(
-        argument.partition("=")[0] == "--block-size" for argument in engine_args
-    )
     if wanted == "engine-default":
         return KvLayout(block_size, False, "as settings say")
-    if wanted == "cross-layers":
-        ignored = _cross_layers_ignored(version, environment, attention)
-        # Where vLLM ignores them its own block size is the better one to be told of.
-        size = block_size if given or ignored else _CROSS_LAYERS_BLOCK_SIZE
-        return KvLayout(size, True, "as settings say", ignored)
-    large = block_size if given else _LARGE_BLOCK_SIZE
     if wanted == "large-blocks":
-        return KvLayout(large, False, "as settings say")
+        return KvLayout(size.or_else(_LARGE_BLOCK_SIZE), False, "as settings say")
+    if wanted == "cross-layers":
+        return _cross_layers_as_asked(version, size, environment, attention)
+    obstacle = _unknown(version) or _lacking(version, environment) or _second_runner(environment)
+    if obstacle is not None or attention is not Attention.UNIFORM:
+        return _without_cross_layers(size, attention, obstacle)
+    return KvLayout(
+        size.or_else(_CROSS_LAYERS_BLOCK_SIZE),
+        True,
+        "one descriptor for all layers of a block: the fastest pulls",
+    )
+
+
+def _cross_layers_as_asked(
+    version: tuple[int, int] | None,
+    size: _BlockSize,
+    environment: Mapping[str, str],
+    attention: Attention,
+) -> KvLayout:
+    """Cross-layer blocks, unless vLLM is known to ignore them; then the next best."""
+    ignored = _lacking(version, environment)
     if attention is Attention.LATENT:
-        if given:
-            return KvLayout(block_size, False, "the block size is given; latent attention")
+        ignored = ignored or "vLLM has no cross-layer blocks for latent attention"
+    if ignored is not None:
+        # To ask all the same would do nothing but rule out vLLM's second model runner.
+        known = Attention.UNIFORM if attention is Attention.UNKNOWN else attention
+        instead = _without_cross_layers(size, known, ignored)
+        return replace(instead, warnings=(f"{ignored}: {_blocks(instead, size)} instead",))
+    warnings = []
+    tokens = size.or_else(_CROSS_LAYERS_BLOCK_SIZE)
+    if attention is Attention.MIXED:
+        tokens = size.asked
+        warnings.append(
+            "vLLM ignores cross-layer blocks for a model whose layers do not keep keys and values "
+            "of the whole sequence alike, unless it treats them alike: "
+            f"{_blocks(KvLayout(tokens, True, ''), size)}, which such a model may need"
+        )
+    if overridden := _second_runner(environment):
+        warnings.append(f"{overridden}: it is overridden with 0 for the engine")
+    return KvLayout(tokens, True, "as settings say", tuple(warnings))
+
+
+def _without_cross_layers(size: _BlockSize, attention: Attention, obstacle: str | None) -> KvLayout:
+    """The layout for fast pulls where cross-layer blocks are none.
+
+    Args:
+        size: what is asked for.
+        attention: what the model's layers keep.
+        obstacle: why there are none, if not for the model.
+    """
+    if attention is Attention.LATENT:
+        if size.given:
+            return KvLayout(size.asked, False, "the block size is given; latent attention")
         return KvLayout(
             _LATENT_BLOCK_SIZE, False, "latent attention: the block size that its backends share"
         )
     if attention is not Attention.UNIFORM:
         known = "is unknown" if attention is Attention.UNKNOWN else "has layers of different kinds"
-        return KvLayout(block_size, False, f"the model {known}: the engine's own default")
-    if (obstacle := _cross_layers_obstacle(version, environment)) is None:
-        return KvLayout(
-            block_size if given else _CROSS_LAYERS_BLOCK_SIZE,
-            True,
-            "one descriptor for all layers of a block: the fastest pulls",
-        )
-    if given:
-        return KvLayout(block_size, False, f"the block size is given; {obstacle}")
-    return KvLayout(large, False, f"fewer descriptors; {obstacle}")
+        return KvLayout(size.asked, False, f"the model {known}: the engine's own default")
+    reason = "the block size is given" if size.given else "fewer descriptors"
+    return KvLayout(size.or_else(_LARGE_BLOCK_SIZE), False, f"{reason}; {obstacle}")
 
 
-def _cross_layers_obstacle(
-    version: tuple[int, int] | None, environment: Mapping[str, str]
-) -> str | None:
-    """Why cross-layer blocks are not used; None if they can be."""
+def _unknown(version: tuple[int, int] | None) -> str | None:
+    return "no cross-layer blocks, since vLLM's version is unknown" if version is None else None
+
+
+def _lacking(version: tuple[int, int] | None, environment: Mapping[str, str]) -> str | None:
+    """Why vLLM has no cross-layer blocks; None if it may have them."""
     first, last = _CROSS_LAYERS_VERSIONS
-    if version is None:
-        return "no cross-layer blocks, since vLLM's version is unknown"
-    if not first <= version <= last:
+    if version is not None and not first <= version <= last:
         return f"vLLM {version[0]}.{version[1]} has no cross-layer blocks"
-    if environment.get(MODEL_RUNNER, "0") not in ("0", "false", "False"):
-        return f"{MODEL_RUNNER} is set, which rules cross-layer blocks out"
+    if environment.get(_MEMORY_ORDER) == "NHD":
+        return f"{_MEMORY_ORDER}=NHD rules cross-layer blocks out"
     return None
 
 
-def _cross_layers_ignored(
-    version: tuple[int, int] | None, environment: Mapping[str, str], attention: Attention
-) -> tuple[str, ...]:
-    """What vLLM does not do although cross-layer blocks were asked for."""
-    found = []
-    first, last = _CROSS_LAYERS_VERSIONS
-    if version is not None and not first <= version <= last:
-        found.append(
-            f"vLLM {version[0]}.{version[1]} ignores cross-layer blocks: it has its default "
-            "block size, and pulls are slow; ask for large-blocks or auto"
-        )
-    if attention in (Attention.LATENT, Attention.MIXED):
-        found.append(
-            "vLLM ignores cross-layer blocks for this model, whose layers do not keep keys and "
-            "values of the whole sequence alike; ask for auto"
-        )
-    if (runner := environment.get(MODEL_RUNNER, "0")) not in ("0", "false", "False"):
-        found.append(
-            f"{MODEL_RUNNER}={runner} is overridden with 0 for the engine: its second model "
-            "runner ignores cross-layer blocks"
-        )
-    return tuple(found)
+def _second_runner(environment: Mapping[str, str]) -> str | None:
+    """Why the model runner that the operator wants rules them out; None if it does not."""
+    runner = environment.get(MODEL_RUNNER, "0")
+    if runner in ("0", "false", "False"):
+        return None
+    return f"{MODEL_RUNNER}={runner} rules cross-layer blocks out"
+
+
+def _blocks(layout: KvLayout, size: _BlockSize) -> str:
+    """The blocks of a layout, for the log."""
+    if layout.block_size is not None:
+        return f"blocks of {layout.block_size} tokens"
+    return "blocks of the size that is given" if size.given else "blocks of vLLM's own size"

@@ -17,8 +17,14 @@ from typing import Any, Literal
 import structlog
 
 import services
-from services.worker.engine_command import EngineOptions, engine_command
+from services.worker.engine_command import (
+    OWNED_FLAGS,
+    EngineCommand,
+    EngineOptions,
+    engine_command,
+)
 from services.worker.engine_process import EngineProcess, start_engine
+from services.worker.given_flags import GivenFlags, config_file, given_flags
 from services.worker.kv_layout import (
     KvLayout,
     Platform,
@@ -94,9 +100,8 @@ async def launch(
         gpu_present: whether the machine has an NVIDIA GPU.
     """
     platform = choose_platform(settings.platform, gpu_present)
-    layout = await asyncio.to_thread(_kv_layout, settings, platform)
     with import_root(settings.engine_python) as root:
-        command = engine_command(_options(settings, platform, layout, root))
+        command, layout = await asyncio.to_thread(command_for, settings, platform, root)
         environment = command.environment(os.environ)
         _log.info(
             "engine_starting",
@@ -123,20 +128,55 @@ async def launch(
             yield process
 
 
+def command_for(
+    settings: WorkerSettings, platform: Platform, root: Path
+) -> tuple[EngineCommand, KvLayout]:
+    """The command that starts vLLM as settings say, and the KV layout in it.
+
+    It may ask the engine's interpreter for vLLM's version, which takes a while.
+
+    Args:
+        settings: must name a model.
+        platform: build of vLLM.
+        root: from where the engine can import our connector.
+    """
+    given = _given(settings)
+    layout = _kv_layout(settings, platform, given)
+    return engine_command(_options(settings, platform, layout, given, root)), layout
+
+
 def installed_vllm(engine_python: str) -> str | None:
     """Version of vLLM that an interpreter has; None if it cannot be told."""
     script = "from importlib.metadata import version; print(version('vllm'))"
+    return _ask(engine_python, script) or None
+
+
+def config_keys(engine_python: str, file: str) -> list[str] | None:
+    """Names of the flags in a file for vLLM's --config; None if it cannot be read.
+
+    The engine's interpreter reads it, since vLLM brings a reader of YAML.
+    """
+    script = "import json, sys, yaml; print(json.dumps([*yaml.safe_load(open(sys.argv[1]))]))"
+    try:
+        keys = json.loads(_ask(engine_python, script, file))
+    except ValueError:
+        return None
+    return [str(key) for key in keys]
+
+
+def _ask(engine_python: str, script: str, *arguments: str) -> str:
+    """What a script prints in the engine's interpreter; empty if it cannot run."""
     try:
         told = subprocess.run(
-            [engine_python, "-c", script],
+            [engine_python, "-c", script, *arguments],
             capture_output=True,
             text=True,
             timeout=_PROBE_SECONDS,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return told.stdout.strip() or None
+        return ""
+    return told.stdout.strip()
 
 
 def read_model_config(model: str | None) -> dict[str, Any]:
@@ -148,21 +188,41 @@ def read_model_config(model: str | None) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _kv_layout(settings: WorkerSettings, platform: Platform) -> KvLayout:
+def _given(settings: WorkerSettings) -> GivenFlags:
+    """The operator's flags for vLLM, those in a file included."""
+    arguments = settings.extra_engine_args
+    file = config_file(arguments)
+    if file is None:
+        return given_flags(arguments)
+    keys = config_keys(settings.engine_python, file)
+    if keys is None:
+        _log.warning("engine_config_unreadable", file=file)
+    given = given_flags(arguments, keys or ())
+    # None of them is on the command line: settings refuse that.
+    if overridden := [flag for flag in OWNED_FLAGS if flag in given]:
+        _log.warning("engine_config_overridden", file=file, flags=overridden)
+    return given
+
+
+def _kv_layout(settings: WorkerSettings, platform: Platform, given: GivenFlags) -> KvLayout:
     known = platform == "cuda" and settings.kv_layout in ("auto", "cross-layers")
     return choose_kv_layout(
         settings.kv_layout,
         platform=platform,
         version=vllm_version(installed_vllm(settings.engine_python)) if known else None,
         block_size=settings.block_size,
-        engine_args=settings.extra_engine_args,
+        flags=given,
         environment=os.environ,
         attention=attention_of(read_model_config(settings.model)),
     )
 
 
 def _options(
-    settings: WorkerSettings, platform: Platform, layout: KvLayout, root: Path
+    settings: WorkerSettings,
+    platform: Platform,
+    layout: KvLayout,
+    given: GivenFlags,
+    root: Path,
 ) -> EngineOptions:
     if settings.model is None or settings.model_name is None:
         raise ValueError("there is no model to start vLLM with")
@@ -185,5 +245,6 @@ def _options(
         cpu_kv_cache_gib=settings.cpu_kv_cache_gib,
         cpu_threads=settings.cpu_threads,
         extra_args=settings.extra_engine_args,
+        given=given,
         nixl_backends=settings.nixl_backend_names,
     )

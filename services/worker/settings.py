@@ -18,17 +18,11 @@ from services.common.addresses import split_host_port
 from services.common.tls_settings import InternalTlsSettings, PeerTlsSettings
 from services.common.tracing_settings import TracingSettings
 from services.worker.budget import RetentionPolicy
-from services.worker.engine_command import Role
+from services.worker.engine_command import OWNED_FLAGS, Role
+from services.worker.given_flags import given_flags, with_config_apart
 from services.worker.kv_layout import KvLayoutChoice
 
 _ANY_ADDRESS = ("0.0.0.0", "::")
-_OWNED_FLAGS = (
-    "--model",
-    "--served-model-name",
-    "--host",
-    "--port",
-    "--kv-transfer-config",
-)
 
 
 def _host_port(address: str) -> str:
@@ -124,7 +118,8 @@ class WorkerSettings(InternalTlsSettings, PeerTlsSettings, TracingSettings):
     """Python interpreter that has vLLM."""
 
     engine_args: str = ""
-    """Further flags for vLLM, quoted as for a shell, such as "--max-model-len 8192"."""
+    """Further flags for vLLM, quoted as for a shell, such as "--max-model-len 8192". What
+    they give, or a file that they name (--config FILE), takes the place of defaults here."""
 
     engine_log: Path = Field(default_factory=_default_engine_log)
     """File to which vLLM's output is appended."""
@@ -181,8 +176,8 @@ class WorkerSettings(InternalTlsSettings, PeerTlsSettings, TracingSettings):
     """How the KV cache lies in memory on CUDA, which decides the speed of pulls:
     cross-layers makes blocks of 64 tokens and keeps all layers of each together (vLLM
     0.21 to 0.25), large-blocks makes blocks of 128, engine-default is vLLM's own choice.
-    auto takes the first of them that vLLM and the model allow. The same for all
-    workers of a model."""
+    auto takes the first of them that vLLM and the model allow, and so does cross-layers
+    where vLLM ignores it. The same for all workers of a model."""
 
     platform: Literal["auto", "cpu", "cuda"] = "auto"
     """Which build of vLLM runs: cpu or cuda. auto looks for an NVIDIA GPU."""
@@ -277,8 +272,8 @@ class WorkerSettings(InternalTlsSettings, PeerTlsSettings, TracingSettings):
 
     @property
     def extra_engine_args(self) -> list[str]:
-        """engine_args as a list."""
-        return shlex.split(self.engine_args)
+        """engine_args as a list, as vLLM reads all of them."""
+        return with_config_apart(shlex.split(self.engine_args))
 
     @model_validator(mode="after")
     def _check(self) -> WorkerSettings:
@@ -292,8 +287,8 @@ class WorkerSettings(InternalTlsSettings, PeerTlsSettings, TracingSettings):
                 f"--listen {self.listen} takes calls for every address of this host; "
                 "say with --advertise which one routers shall use"
             )
-        for argument in self.extra_engine_args:
-            flag = argument.partition("=")[0]
-            if flag in _OWNED_FLAGS:
+        given = given_flags(self.extra_engine_args)
+        for flag in OWNED_FLAGS:
+            if flag in given:
                 raise ValueError(f"{flag} in --engine-args: the sidecar sets it itself")
         return self

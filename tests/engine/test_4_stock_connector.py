@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from services.worker.engine_command import EngineOptions, engine_command
+from services.worker.given_flags import GivenFlags
 from services.worker.kv_layout import KvLayout
 from tests.engine.engines import EngineProbe, eventually, open_session
 from tests.engine.turns import ANSWER, first_turn, take_handle
@@ -50,6 +51,7 @@ async def _stock_prefill(model: Path, log: Path) -> AsyncIterator[str]:
             cpu_kv_cache_gib=None,
             cpu_threads=None,
             extra_args=[],
+            given=GivenFlags(),
         )
     )
     argv = [

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import MagicMock
 
-from tests.versions.stand_ins import make_connector
+from tests.versions.stand_ins import make_connector, make_scheduler_output
 
 IN_FLIGHT = 2
 """Steps that vLLM schedules at most before it processes the first one's output, with
@@ -48,6 +48,8 @@ class Rank:
         self.connector.connector_scheduler = None
         self.connector.kv_transfer_config = types.SimpleNamespace(kv_role="kv_consumer")
         self.connector._connector_metadata = None
+        self.connector._on_cpu = False
+        self.connector._build_worker_half()
 
     def execute(self, metadata: Any) -> Any:
         """One step, as the version's model runners have it; returns what the rank reports."""
@@ -74,7 +76,9 @@ class Engine:
     def __init__(self, ranks: int = 2) -> None:
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
-        self.connector = make_connector("kv_consumer", "engine-d", tensor_parallel_size=ranks)
+        self.connector = make_connector(
+            "kv_consumer", "engine-d", parallel={"tensor_parallel_size": ranks}
+        )
         self.ranks = [Rank() for _ in range(ranks)]
         self._aggregator = KVOutputAggregator(ranks)
         self._in_flight: collections.deque[Any] = collections.deque()
@@ -82,12 +86,7 @@ class Engine:
     def schedule(self, tokens: int = 0) -> None:
         """Schedule a step that computes so many tokens, of no request in particular."""
         assert len(self._in_flight) < IN_FLIGHT
-        output = types.SimpleNamespace(
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=types.SimpleNamespace(req_ids=[]),
-            num_scheduled_tokens={},
-            total_num_scheduled_tokens=tokens,
-        )
+        output = make_scheduler_output(tokens)
         self._in_flight.append(self.connector.build_connector_meta(output))
 
     def execute(self, before_rank: Mapping[int, Callable[[], None]] | None = None) -> set[str]:
@@ -135,7 +134,8 @@ def _make_worker() -> Any:
             self.world_size = 1
             self.pcp_rank = 0
             self.transfer_topo = MagicMock(tp_ratio=lambda _: 1)
-            self.nixl_wrapper = MagicMock()
+            self.nixl_wrapper = MagicMock(check_xfer_state=lambda handle: self.state_of(handle))
+            self.state_of: Callable[[int], str] = lambda _: "DONE"
 
         def __getattr__(self, name: str) -> Any:
             # Methods that the version's class lacks are none of this.

@@ -13,14 +13,19 @@ from unittest.mock import MagicMock
 
 from services.worker import engine_arrivals
 from tests.versions.ranks import Engine, Rank, worker_class
-from tests.versions.stand_ins import sidecar_socket, stand_in_for_gguf
+from tests.versions.stand_ins import (
+    make_connector,
+    make_scheduler_output,
+    sidecar_socket,
+    stand_in_for_gguf,
+)
 
 _LOOKS = 3
 """At so many looks a transfer is under way yet."""
 
 
 def main() -> None:
-    """A step waits for a transfer if it computes nothing, and fails for nothing."""
+    """A step waits for a transfer if nothing is computed, and fails for nothing."""
     stand_in_for_gguf()
     engine_arrivals.LONGEST_SECONDS = 10.0  # others may load this machine
     with sidecar_socket():
@@ -30,9 +35,11 @@ def main() -> None:
         _the_version_keeps_handles_where_they_are_looked_for()
         _an_empty_step_tells_of_a_transfer_that_ends_in_it(engine, rank)
         _a_step_that_computes_does_not_wait(engine, rank)
+        _an_empty_step_beside_one_that_computes_does_not_wait(engine, rank)
         _a_state_that_cannot_be_told_is_vllms_affair(engine, rank)
         _a_renamed_attribute_costs_the_wait_alone(engine, rank)
         engine.connector.shutdown()
+    _stages_and_lockstep_count()
     sys.stdout.write("ok\n")
 
 
@@ -61,7 +68,7 @@ class _Transfers:
         self._looks = looks
         rank.worker._recving_transfers["request"] = [7]
         rank.worker._recving_metadata["request"] = MagicMock(region_blocks_to_zero=None)
-        rank.worker.nixl_wrapper.check_xfer_state = self.state
+        rank.worker.state_of = self.state
 
     def state(self, handle: int) -> str:
         """What NIXL says."""
@@ -111,14 +118,26 @@ def _a_step_that_computes_does_not_wait(engine: Engine, rank: Rank) -> None:
     assert _step(engine, rank, tokens=1) == {"request"}
 
 
+def _an_empty_step_beside_one_that_computes_does_not_wait(engine: Engine, rank: Rank) -> None:
+    transfers = _Transfers(rank, _LOOKS)
+    engine.schedule(tokens=1)
+    engine.schedule()
+    for looks in (1, 2):
+        engine.execute()
+        assert transfers.looked == looks
+    assert _step(engine, rank) == {"request"}, "it waits once more"
+
+
 def _a_state_that_cannot_be_told_is_vllms_affair(engine: Engine, rank: Rank) -> None:
-    transfers = _Transfers(rank, 1)
+    """NIXL's errors are expected: the next step waits again."""
+    lost = type("nixlRemoteDisconnectError", (Exception,), {"__module__": "nixl_cu12._bindings"})
+    transfers = _Transfers(rank, _LOOKS)
 
     def fail_once(handle: int) -> str:
-        rank.worker.nixl_wrapper.check_xfer_state = transfers.state
-        raise RuntimeError("NIXL_ERR_BACKEND")
+        rank.worker.state_of = transfers.state
+        raise lost
 
-    rank.worker.nixl_wrapper.check_xfer_state = fail_once
+    rank.worker.state_of = fail_once
     assert not _step(engine, rank), "under way at the one look that vLLM takes"
     assert transfers.looked == 1
     assert _step(engine, rank) == {"request"}
@@ -131,12 +150,29 @@ def _a_renamed_attribute_costs_the_wait_alone(engine: Engine, rank: Rank) -> Non
     rank.worker._recving_transfers = object()
     pop = rank.worker._pop_done_transfers
     rank.worker._pop_done_transfers = lambda _: pop(found)
+    rank.connector._build_worker_half()
     try:
         assert _step(engine, rank) == {"request"}
     finally:
         rank.worker._recving_transfers = found
         del rank.worker._pop_done_transfers
     assert transfers.looked == 1
+
+
+def _stages_and_lockstep_count() -> None:
+    """More steps may be under way with pipeline stages; ranks of data may step together."""
+
+    def quiet(**parallel: int) -> list[bool]:
+        with sidecar_socket():
+            connector = make_connector("kv_consumer", "engine-d", parallel=parallel)
+            steps = [make_scheduler_output(tokens) for tokens in (1, 0, 0, 0)]
+            told = [connector.build_connector_meta(step).kvloop_quiet for step in steps]
+            connector.shutdown()
+        return told
+
+    assert quiet() == [False, False, True, True]
+    assert quiet(pipeline_parallel_size=2) == [False, False, False, True]
+    assert quiet(data_parallel_size=2) == [False] * 4
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from tests.versions.stand_ins import (
     Events,
     make_connector,
     make_request,
+    make_scheduler_output,
     sidecar_socket,
     stand_in_for_gguf,
 )
@@ -103,12 +104,7 @@ def _retain(connector: Any, events: Events) -> None:
 
 def _step(core: Any, tokens: int = 0) -> Any:
     """One scheduling pass; returns what the workers are told and how long it took."""
-    output = types.SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=types.SimpleNamespace(req_ids=[]),
-        num_scheduled_tokens={},
-        total_num_scheduled_tokens=tokens,
-    )
+    output = make_scheduler_output(tokens)
     begun = time.monotonic()
     meta = core.connector.build_connector_meta(output)
     return meta, time.monotonic() - begun

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -128,10 +128,27 @@ def make_request(
     )
 
 
+def make_scheduler_output(tokens: int = 0) -> Any:
+    """What vLLM's scheduler has for a step that computes so many tokens, of no request."""
+    return types.SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=types.SimpleNamespace(req_ids=[]),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=tokens,
+    )
+
+
 def make_connector(
-    role: str, engine_id: str, *, tensor_parallel_size: int = 1, **extra_config: object
+    role: str, engine_id: str, *, parallel: Mapping[str, int] | None = None, **extra_config: object
 ) -> Any:
-    """The connector as vLLM's scheduler makes it."""
+    """The connector as vLLM's scheduler makes it.
+
+    Args:
+        role: kv_producer or kv_consumer.
+        engine_id: name.
+        parallel: sizes of vLLM's parallel configuration that are not 1.
+        extra_config: members of kv_connector_extra_config.
+    """
     import torch
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -170,13 +187,16 @@ def make_connector(
         num_prefill_lookahead_tokens=0,
         speculative_config=None,
         parallel_config=types.SimpleNamespace(
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=1,
-            prefill_context_parallel_size=1,
-            decode_context_parallel_size=1,
-            data_parallel_size=1,
-            data_parallel_rank=0,
-            data_parallel_index=0,
+            **{
+                "tensor_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+                "prefill_context_parallel_size": 1,
+                "decode_context_parallel_size": 1,
+                "data_parallel_size": 1,
+                "data_parallel_rank": 0,
+                "data_parallel_index": 0,
+            }
+            | dict(parallel or {})
         ),
     )
     return KvloopConnector(config, KVConnectorRole.SCHEDULER, cache)

@@ -21,6 +21,7 @@ SCENARIOS = [
     "scenario_engine",
     "scenario_detokenizer",
     "scenario_arrivals",
+    "scenario_flags",
 ]
 
 

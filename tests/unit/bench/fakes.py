@@ -39,6 +39,7 @@ def result(
     """What a turn took; the parts of the prompt add up."""
     return TurnResult(
         token_ids=tokens,
+        generated_tokens=len(tokens),
         ttft_seconds=ttft,
         total_seconds=ttft + sum(gaps),
         gaps_seconds=gaps,

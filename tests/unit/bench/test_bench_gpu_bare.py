@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from bench.gpu.bare import BareTurns, DecodeAlone
 from bench.gpu.split import SplitTurns
 from kvloop.bench.turns import TurnRequest
+from kvloop.errors import UnavailableError
 from tests.flow.sim.engines import MODEL, EngineClient, engine, prompt
 
 
@@ -122,3 +127,38 @@ async def test_decode_alone_answers_without_prefill() -> None:
         assert len(answer.token_ids) == 16
         assert answer.prefill_leg_seconds == 0
         await _no_pins(decode)
+
+
+async def test_tokens_are_those_the_engine_counts_however_many_come_in_a_chunk() -> None:
+    async with _canned([(1, None), (4, None), (8, None), (12, None)]) as turns:
+        taken = await turns.run(TurnRequest("a", [11, 12], 6, reuse=False, last=True))
+    assert (taken.token_ids, taken.generated_tokens) == ((), 6)
+    assert len(taken.gaps_seconds) == 2
+
+
+async def test_an_answer_that_ends_before_it_has_its_tokens_has_failed() -> None:
+    async with _canned([(1, None), (4, "length")]) as turns:
+        with pytest.raises(UnavailableError, match="4 of 6 tokens"):
+            await turns.run(TurnRequest("a", [11, 12], 6, reuse=False, last=True))
+
+
+@asynccontextmanager
+async def _canned(chunks: Sequence[tuple[int, str | None]]) -> AsyncIterator[BareTurns]:
+    """Turns on a server whose streams are given: tokens so far, and why the answer ended."""
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        if not (await request.json()).get("stream"):
+            return web.json_response({"choices": [{}], "kv_transfer_params": {}})
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        for tokens, reason in chunks:
+            choice = {"text": "", "finish_reason": reason}
+            piece = {"choices": [choice], "usage": {"completion_tokens": tokens}}
+            await reply.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
+        return reply
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        url = str(server.make_url("")).rstrip("/")
+        yield BareTurns(session, url, url, MODEL, time.perf_counter, last_ids=False)

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import checks, parts
+from bench.gpu import checks, ways
 from bench.gpu.added import added
 from bench.gpu.engines import engine_pairs, rehearsal_pairs
 from bench.gpu.models import kv_bytes_per_token, model_config
 from bench.gpu.outcome import Outcome
-from bench.gpu.parts import PARTS, Bench, Ways
+from bench.gpu.parts import PARTS
+from bench.gpu.ways import Bench, Ways
 from kvloop.bench.rounds import run_rounds
 from kvloop.bench.samples import Run, Sample, Shape
 from kvloop.bench.turns import TurnRequest, TurnResult
@@ -37,13 +38,13 @@ class _Turns(FakeTurns):
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Every pair of engines is there."""
-    monkeypatch.setattr(parts, "HttpPrefillEngine", lambda url: FakePrefill())
+    monkeypatch.setattr(ways, "HttpPrefillEngine", lambda url: FakePrefill())
     usage = iter([0.5] + [0.0] * 1000)
     monkeypatch.setattr(checks, "_kv_usage", lambda url: next(usage))
     clock = FakeClock()
     turns = _Turns(clock=clock)
     monkeypatch.setattr(checks, "list_pins", lambda kvmeta: [])
-    ways = Ways(
+    every_way = Ways(
         turns,
         "http://p",
         "http://d",
@@ -53,7 +54,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
         lease_seconds=0.0,
     )
     return Bench(
-        ways=dict.fromkeys(engine_pairs(), ways),
+        ways={name: dataclasses.replace(every_way) for name in engine_pairs()},
         clock=clock,
         wall_clock=lambda: round(clock() * 1e9),
         stop=lambda: False,
@@ -70,7 +71,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     async def at_once(*arguments: object, **more: object) -> Run:
         return await run_rounds(*arguments, **more, sleep=FakeClock().sleep)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(parts, "run_rounds", at_once)
+    monkeypatch.setattr(ways, "run_rounds", at_once)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -81,7 +82,8 @@ async def test_every_part_runs_to_its_end(bench: Bench, name: str) -> None:
     assert found.runs
     assert not [s.error for run in found.runs.values() for s in run.samples if s.error]
     json.dumps(found.records())
-    assert (name in ("q8", "two-gpus")) == bool(found.notes)
+    assert not found.remarks
+    assert (name in ("q8", "q8-stock", "two-gpus")) == bool(found.notes)
 
 
 def test_every_part_has_engines_a_row_in_the_readme_and_a_call() -> None:
@@ -102,16 +104,17 @@ def test_every_pair_makes_a_stack(pair, tmp_path: Path) -> None:
 
 
 def test_a_rehearsal_knows_the_same_engines_but_those_of_the_bare_protocol() -> None:
-    assert set(engine_pairs()) - set(rehearsal_pairs("tiny")) == {"q8-bare"}
+    assert set(engine_pairs()) - set(rehearsal_pairs("tiny")) == {"q8-bare", "q8-stock"}
 
 
 async def test_without_engines_of_its_own_the_bare_protocol_runs_on_kvloops(bench: Bench) -> None:
-    ways = {name: made for name, made in bench.ways.items() if name != "q8-bare"}
+    known = {name: made for name, made in bench.ways.items() if name != "q8-bare"}
     found = Outcome()
-    rehearsal = dataclasses.replace(bench, ways=ways, most_repetitions=2)
+    rehearsal = dataclasses.replace(bench, ways=known, most_repetitions=2)
     await PARTS["q8"].run(rehearsal, found)
     await found.finish()
-    assert len(found.notes) == 3 * 2 + 3  # with reuse and without; after idle times with reuse
+    assert found.notes[0] == "no q8-bare: the bare protocol ran on kvloop's own engines"
+    assert len(found.notes) == 1 + 3 * 2 + 3  # with and without reuse; after idle times with it
     bare = [s for s in found.runs["q8-8192"].samples if s.variant == "bare-off" and s.turn == 2]
     assert [sample.repetition for sample in bare] == [0, 1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 
@@ -15,12 +16,25 @@ from services.router.workers import WorkerPool
 from tests.flow.router.stack import PREFILL
 
 
+@dataclass
+class Client:
+    """A worker's client that no leg runs on."""
+
+    name: str
+    expects_more: bool = True
+
+    def expect_no_more(self) -> None:
+        """As WorkerClient has it."""
+        self.expects_more = False
+
+
 class Harness:
     """A pool whose channels are entries of a list."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.now = 100.0
         self.open: list[str] = []
+        self.clients: list[Client] = []
         self.openings = 0
         self.pool = WorkerPool(
             tasks,
@@ -32,10 +46,11 @@ class Harness:
         )
 
     @asynccontextmanager
-    async def _connect(self, worker: registry_pb2.Worker) -> AsyncIterator[str]:
+    async def _connect(self, worker: registry_pb2.Worker) -> AsyncIterator[Client]:
         name = f"{worker.worker_id}@{worker.address}/{worker.engine.epoch}"
         self.open.append(name)
-        yield name
+        self.clients.append(Client(name))
+        yield self.clients[-1]
         self.open.remove(name)
 
     def _opened(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -64,6 +65,7 @@ async def test_channel_of_a_worker_that_left_closes_with_its_last_turn() -> None
         with h.pool.use("a"):
             h.pool.remove("a")
             assert h.prefill_ids() == []
+            assert not h.clients[0].expects_more
             await asyncio.sleep(0)
             assert len(h.open) == 1
         await eventually(lambda: h.open == [])
@@ -80,7 +82,8 @@ async def test_a_new_life_gets_a_new_channel(change) -> None:
         assert found is not None
         assert found.reachable
         with h.pool.use("a") as client:
-            assert str(client) == h.open[0]
+            assert client is cast(object, h.clients[-1])
+        assert [made.expects_more for made in h.clients] == [False, True]
 
 
 async def test_a_new_state_keeps_the_channel() -> None:

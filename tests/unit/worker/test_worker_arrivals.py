@@ -1,12 +1,14 @@
-"""How long an empty step waits for transfers that are under way."""
+"""Which steps wait for transfers that are under way, and how long."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from services.worker.engine_arrivals import LONGEST_SECONDS, LOOK_SECONDS, await_arrival
+from services.worker.engine_arrivals import LONGEST_SECONDS, LOOK_SECONDS, Arrivals, QuietSteps
 
 
 class _World:
@@ -28,8 +30,20 @@ class _World:
 
     def wait(self, transfers: Mapping[str, Sequence[str]]) -> float:
         """Wait, and return the seconds that it took."""
+        worker = SimpleNamespace(
+            _recving_transfers=transfers,
+            nixl_wrapper=SimpleNamespace(check_xfer_state=self.state_of),
+        )
+        return self.time(self.arrivals(worker))
+
+    def arrivals(self, worker: Any) -> Arrivals:
+        """Of a worker half, by this clock."""
+        return Arrivals(worker, clock=lambda: self.now, sleep=self._sleep)
+
+    def time(self, arrivals: Arrivals) -> float:
+        """Wait, and return the seconds that it took."""
         began = self.now
-        await_arrival(transfers, self.state_of, clock=lambda: self.now, sleep=self._sleep)
+        arrivals.wait()
         return self.now - began
 
     def _sleep(self, seconds: float) -> None:
@@ -81,7 +95,97 @@ def test_no_wait_is_longer_than_that() -> None:
     assert LONGEST_SECONDS <= took <= LONGEST_SECONDS + LOOK_SECONDS
 
 
-def test_a_state_that_cannot_be_told_is_the_callers_affair() -> None:
+class _BrokenWorker:
+    """One read under way, of which NIXL or vLLM tells something else first.
+
+    Args:
+        error: what the first look raises.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._recving_transfers = {"request": ["handle"]}
+        self.nixl_wrapper = self
+        self.looks = 0
+        self._error = error
+
+    def check_xfer_state(self, handle: str) -> str:
+        self.looks += 1
+        if self.looks == 1:
+            raise self._error
+        return "PROC"
+
+
+def test_a_read_that_nixl_reports_as_broken_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    """And the next is waited for as ever: peers come and go."""
+    lost = type("nixlRemoteDisconnectError", (Exception,), {"__module__": "nixl_cu12._bindings"})
     world = _World({})
-    with pytest.raises(KeyError):
-        world.wait({"request": ["unknown"]})
+    arrivals = world.arrivals(_BrokenWorker(lost()))
+    assert world.time(arrivals) == 0
+    assert world.time(arrivals) >= LONGEST_SECONDS
+    assert not caplog.messages
+
+
+def test_after_an_error_that_nobody_foresaw_there_is_no_wait_and_it_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world, worker = _World({}), _BrokenWorker(AttributeError("no '_handle'"))
+    arrivals = world.arrivals(worker)
+    for _ in range(3):
+        assert world.time(arrivals) == 0
+    assert worker.looks == 1
+    (record,) = caplog.records
+    assert "do not wait for reads any more" in record.message
+    assert record.exc_info
+    assert "no '_handle'" in str(record.exc_info[1])
+
+
+_TELLS_STATES = SimpleNamespace(check_xfer_state=str)
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        SimpleNamespace(nixl_wrapper=SimpleNamespace(check_xfer_state=print)),
+        SimpleNamespace(
+            _recving_transfers=[], nixl_wrapper=SimpleNamespace(check_xfer_state=print)
+        ),
+        SimpleNamespace(_recving_transfers={}, nixl_wrapper=object()),
+        SimpleNamespace(_recving_transfers={}),
+    ],
+    ids=["no reads", "reads of another kind", "no state", "no wrapper"],
+)
+def test_a_vllm_that_keeps_its_reads_elsewhere_is_told_of_at_its_start(
+    worker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    arrivals = _World({}).arrivals(worker)
+    (said,) = caplog.messages
+    assert "keeps its reads elsewhere" in said
+    arrivals.wait()
+    assert len(caplog.messages) == 1
+
+
+def test_an_engine_that_has_computed_nothing_yet_is_quiet() -> None:
+    assert QuietSteps(3, lockstep=False).schedule(0)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "quiet"),
+    [
+        (1, [False, True, True, True]),
+        (2, [False, False, True, True]),
+        (3, [False, False, False, True]),
+    ],
+    ids=["one by one", "asynchronous", "two stages"],
+)
+def test_a_step_is_quiet_if_nothing_is_computed_in_it_or_beside_it(
+    in_flight: int, quiet: list[bool]
+) -> None:
+    """So many steps after one that computes may be under way with it."""
+    steps = QuietSteps(in_flight, lockstep=False)
+    for _ in range(2):
+        assert [steps.schedule(tokens) for tokens in (7, 0, 0, 0)] == quiet
+
+
+def test_no_step_is_quiet_where_other_engines_wait_for_it() -> None:
+    steps = QuietSteps(2, lockstep=True)
+    assert not any(steps.schedule(0) for _ in range(5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from services.worker.engine_detokenizer import TAIL_TOKENS, register, start_with_tail, tail
 from services.worker.engine_events import EVENTS_SOCKET
@@ -153,7 +155,36 @@ class _FailingTokenizer:
         raise OverflowError(f"{ids[0]} is the client's")
 
 
-@pytest.mark.parametrize("tokenizer", [_OtherTokenizer, _FailingTokenizer])
+class _PanickingTokenizer:
+    """One whose Rust code panics, as `tokenizers` does with this decoder."""
+
+    def __init__(self) -> None:
+        self._tokenizer = Tokenizer(models.BPE({"x": 0}, []))
+        self._tokenizer.decoder = decoders.Strip(content="x", left=0, right=3)
+
+
+def test_such_a_panic_is_no_exception_of_the_usual_kind() -> None:
+    with pytest.raises(BaseException, match="out of bounds") as panic:
+        _PanickingTokenizer()._tokenizer.decode([0])
+    assert not isinstance(panic.value, Exception)
+
+
+@pytest.mark.parametrize(
+    "end", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit]
+)
+def test_what_ends_the_process_or_a_task_passes(
+    detokenizer: type[_Detokenizer], end: type[BaseException]
+) -> None:
+    def decode(ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        raise end
+
+    start_with_tail(detokenizer)
+    tokenizer = SimpleNamespace(_tokenizer=SimpleNamespace(decode=decode))
+    with pytest.raises(end):
+        detokenizer(tokenizer, _request(list(range(5000))))
+
+
+@pytest.mark.parametrize("tokenizer", [_OtherTokenizer, _FailingTokenizer, _PanickingTokenizer])
 def test_a_prompt_whose_end_cannot_be_decoded_is_left_whole_and_it_is_said_once(
     detokenizer: type[_Detokenizer],
     tokenizer: Callable[[], Any],
@@ -162,7 +193,7 @@ def test_a_prompt_whose_end_cannot_be_decoded_is_left_whole_and_it_is_said_once(
     caplog.set_level(logging.INFO, "vllm.kvloop")
     start_with_tail(detokenizer)
     for _ in range(2):
-        request = _request(list(range(5000)))
+        request = _request([0] * 5000)
         assert detokenizer(tokenizer(), request).primed_with is request.prompt_token_ids
     (said,) = caplog.messages
     assert "prompts are decoded whole" in said

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from services.worker.engine_command import (
+    OWNED_FLAGS,
     EngineCommand,
     EngineOptions,
     Role,
     engine_command,
 )
+from services.worker.given_flags import GivenFlags, given_flags
 from services.worker.kv_layout import KvLayout
 
 
@@ -37,6 +39,7 @@ def _command(**changes: Any) -> EngineCommand:
         "cpu_kv_cache_gib": None,
         "cpu_threads": None,
         "extra_args": [],
+        "given": GivenFlags(),
     }
     return engine_command(EngineOptions(**(options | changes)))
 
@@ -157,6 +160,34 @@ def test_the_operators_environment_wins_over_defaults_but_not_over_settings() ->
 def test_the_hub_is_not_asked_for_a_local_model() -> None:
     assert _command().environment({})["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in _command(model_is_local=False).environment({})
+
+
+_CPU_DEFAULTS = {"--disable-uvicorn-access-log", "--dtype", "--enforce-eager", "--max-num-seqs"}
+
+
+@pytest.mark.parametrize(
+    ("key", "flag"),
+    [
+        ("dtype", "--dtype"),
+        ("max_num_seqs", "--max-num-seqs"),
+        ("no-enforce-eager", "--enforce-eager"),
+        ("disable-uvicorn-access-log", "--disable-uvicorn-access-log"),
+        ("max-model-len", None),
+    ],
+)
+def test_what_is_given_in_a_file_takes_the_place_of_a_default(key: str, flag: str | None) -> None:
+    """vLLM would take the command line's."""
+    command = _command(given=given_flags([], [key]))
+    assert _CPU_DEFAULTS - set(command.argv) == {flag} - {None}
+    assert ("float32" in command.argv, "16" in command.argv) == (
+        flag != "--dtype",
+        flag != "--max-num-seqs",
+    )
+
+
+def test_the_sidecars_own_flags_are_set_whatever_is_given() -> None:
+    given = given_flags([], [flag.removeprefix("--") for flag in OWNED_FLAGS])
+    assert set(OWNED_FLAGS) <= set(_command(given=given).argv)
 
 
 def test_further_flags_come_last() -> None:

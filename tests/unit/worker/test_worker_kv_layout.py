@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from services.worker.given_flags import GivenFlags, given_flags
 from services.worker.kv_layout import (
+    MODEL_RUNNER,
     Attention,
     KvLayout,
     attention_of,
@@ -20,7 +22,7 @@ def _choose(wanted: Any = "auto", **changes: Any) -> KvLayout:
         "platform": "cuda",
         "version": (0, 25),
         "block_size": None,
-        "engine_args": [],
+        "flags": GivenFlags(),
         "environment": {},
         "attention": Attention.UNIFORM,
     }
@@ -51,6 +53,14 @@ def test_an_operator_who_wants_the_second_model_runner_gets_blocks_of_128() -> N
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cross-layers"])
+def test_an_order_of_memory_that_has_no_cross_layer_blocks_is_kept(wanted: str) -> None:
+    layout = _choose(wanted, environment={"VLLM_KV_CACHE_LAYOUT": "NHD"})
+    assert (layout.block_size, layout.cross_layers) == (128, False)
+    assert "VLLM_KV_CACHE_LAYOUT=NHD" in layout.reason
+    assert _choose(wanted, environment={"VLLM_KV_CACHE_LAYOUT": "HND"}).cross_layers
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cross-layers"])
 def test_a_given_block_size_is_kept(wanted: str) -> None:
     layout = _choose(wanted, block_size=32)
     assert (layout.block_size, layout.cross_layers) == (32, True)
@@ -58,13 +68,17 @@ def test_a_given_block_size_is_kept(wanted: str) -> None:
     assert _choose("large-blocks", block_size=32).block_size == 32
 
 
-@pytest.mark.parametrize("engine_args", [["--block-size", "32"], ["--block-size=32"]])
-@pytest.mark.parametrize("wanted", ["auto", "cross-layers", "large-blocks"])
+_BLOCKS_OF_32 = given_flags(["--block_size", "32"])
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cross-layers", "large-blocks", "engine-default"])
 @pytest.mark.parametrize("version", [(0, 25), (0, 33)])
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
 def test_a_block_size_among_the_engines_flags_is_not_doubled(
-    version: tuple[int, int], wanted: str, engine_args: list[str]
+    platform: str, version: tuple[int, int], wanted: str
 ) -> None:
-    assert _choose(wanted, version=version, engine_args=engine_args).block_size is None
+    layout = _choose(wanted, version=version, platform=platform, flags=_BLOCKS_OF_32)
+    assert layout.block_size is None
 
 
 @pytest.mark.parametrize("attention", [Attention.MIXED, Attention.UNKNOWN])
@@ -79,24 +93,50 @@ def test_latent_attention_gets_the_block_size_of_its_backends() -> None:
     assert (layout.block_size, layout.cross_layers) == (64, False)
     assert "latent" in layout.reason
     assert _choose(attention=Attention.LATENT, block_size=128).block_size == 128
-    flags = ["--block-size", "32"]
-    assert _choose(attention=Attention.LATENT, engine_args=flags).block_size is None
+    assert _choose(attention=Attention.LATENT, flags=_BLOCKS_OF_32).block_size is None
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "size", "said"),
     [
-        ({"version": (0, 33)}, "vLLM 0.33 ignores cross-layer blocks"),
-        ({"attention": Attention.LATENT}, "for this model"),
-        ({"attention": Attention.MIXED}, "for this model"),
-        ({"environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}, "RUNNER=1 is overridden with 0"),
+        ({"version": (0, 33)}, 128, "vLLM 0.33 has no cross-layer blocks: blocks of 128"),
+        # What the operator asks for says that the model is of one kind.
+        ({"version": (0, 33), "attention": Attention.UNKNOWN}, 128, "blocks of 128"),
+        ({"version": (0, 33), "attention": Attention.LATENT}, 64, "vLLM 0.33"),
+        ({"version": (0, 33), "attention": Attention.MIXED}, None, "blocks of vLLM's own size"),
+        ({"attention": Attention.LATENT}, 64, "for latent attention: blocks of 64"),
+        ({"version": (0, 33), "block_size": 32}, 32, "blocks of 32"),
+        ({"version": (0, 33), "flags": _BLOCKS_OF_32}, None, "the size that is given"),
     ],
 )
-def test_it_is_said_what_vllm_ignores(changes: dict[str, Any], said: str) -> None:
-    layout = _choose("cross-layers", **changes)
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_where_vllm_ignores_cross_layer_blocks_the_next_best_is_taken_and_it_is_said(
+    runner: str, changes: dict[str, Any], size: int | None, said: str
+) -> None:
+    """And the model runner is left to the operator."""
+    layout = _choose("cross-layers", environment={MODEL_RUNNER: runner}, **changes)
+    assert (layout.block_size, layout.cross_layers) == (size, False)
     (warning,) = layout.warnings
     assert said in warning
+
+
+@pytest.mark.parametrize("attention", [Attention.UNIFORM, Attention.UNKNOWN])
+def test_the_model_runner_that_ignores_them_is_overridden_and_blocks_are_as_without(
+    attention: Attention,
+) -> None:
+    layout = _choose("cross-layers", environment={MODEL_RUNNER: "1"}, attention=attention)
+    assert (layout.block_size, layout.cross_layers) == (64, True)
+    (warning,) = layout.warnings
+    assert "RUNNER=1" in warning
+    assert "overridden with 0" in warning
+
+
+def test_where_vllm_may_ignore_them_they_are_asked_for_in_blocks_of_its_own() -> None:
+    layout = _choose("cross-layers", attention=Attention.MIXED, environment={MODEL_RUNNER: "1"})
     assert (layout.block_size, layout.cross_layers) == (None, True)
+    ignored, overridden = layout.warnings
+    assert "blocks of vLLM's own size" in ignored
+    assert "overridden with 0" in overridden
 
 
 def test_nothing_is_said_of_what_vllm_does() -> None:
@@ -107,8 +147,8 @@ def test_nothing_is_said_of_what_vllm_does() -> None:
     )
 
 
-def test_what_the_operator_asks_for_is_done_whatever_the_version() -> None:
-    assert _choose("cross-layers", version=(0, 33), attention=Attention.UNKNOWN).cross_layers
+def test_what_the_operator_asks_for_is_done_where_nothing_is_known() -> None:
+    assert _choose("cross-layers", version=None, attention=Attention.UNKNOWN).cross_layers
     assert _choose("large-blocks").block_size == 128
     assert not _choose("large-blocks").cross_layers
     assert _choose("engine-default") == KvLayout(None, False, "as settings say")

@@ -7,18 +7,24 @@ import subprocess
 import sys
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+from pydantic_settings import CliApp
+from structlog.testing import capture_logs
 
 import services
 from services.worker import engine_detokenizer, engine_events
 from services.worker.launcher import (
     choose_platform,
+    config_keys,
     import_root,
     installed_vllm,
+    launch,
     read_model_config,
 )
+from services.worker.settings import WorkerSettings
+from tests.unit.worker.fakes import until
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,74 @@ def test_an_interpreter_without_vllm_has_no_version(tmp_path: Path) -> None:
     engine_python.chmod(0o755)
     assert installed_vllm(str(engine_python)) is None
     assert installed_vllm(str(tmp_path / "missing")) is None
+
+
+def test_the_engines_interpreter_reads_a_file_of_flags(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("block_size: 32\n'max-model-len': 2k\nenforce-eager: false\n1: 2\n")
+    told = config_keys(sys.executable, str(file))
+    assert told == ["block_size", "max-model-len", "enforce-eager", "1"]
+
+
+@pytest.mark.parametrize("content", [None, "", "32", "a: [", "!!python/object:os.system {}"])
+def test_what_is_no_file_of_flags_is_not_read(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "vllm.yaml"
+    if content is not None:
+        file.write_text(content)
+    assert config_keys(sys.executable, str(file)) is None
+    assert config_keys(str(tmp_path / "missing"), str(file)) is None
+
+
+async def _started(tmp_path: Path, engine_args: str) -> tuple[list[str], list[Any]]:
+    """The command line of a GPU's engine, and what the log says."""
+    engine_python, log = tmp_path / "python", tmp_path / "engine.log"
+    engine_python.write_text(_ENGINE_PYTHON.format(python=sys.executable))
+    engine_python.chmod(0o755)
+    flags = {
+        "role": "decode",
+        "model": tmp_path,
+        "platform": "cuda",
+        "kv-layout": "large-blocks",
+        "engine-python": engine_python,
+        "engine-args": engine_args,
+        "engine-log": log,
+    }
+    settings = CliApp.run(
+        WorkerSettings, cli_args=[f"--{name}={value}" for name, value in flags.items()]
+    )
+    with capture_logs() as logs:
+        async with launch(settings):
+            await until(lambda: log.exists() and "<end>" in log.read_text(), 25)
+    return log.read_text().splitlines(), logs
+
+
+_ENGINE_PYTHON = """#!/bin/sh
+if [ "$1" = -c ]; then exec {python} "$@"; fi
+printf '%s\\n' "$@" "<end>"
+exec sleep 300
+"""
+"""An interpreter that tells how an engine was started, and is else the one of the tests."""
+
+
+@pytest.mark.parametrize("config", ["--config {file}", "--config={file}"])
+async def test_what_a_file_of_flags_gives_is_left_to_it(tmp_path: Path, config: str) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("block_size: 32\nport: 8000\n")
+    argv, logs = await _started(tmp_path, config.format(file=file))
+    assert "--block-size" not in argv
+    assert argv[argv.index("--config") + 1] == str(file)
+    (overridden,) = [line for line in logs if line["event"] == "engine_config_overridden"]
+    assert overridden["flags"] == ["--port"], "the sidecar's own"
+
+
+async def test_a_file_of_flags_that_cannot_be_read_gives_none_and_it_is_said(
+    tmp_path: Path,
+) -> None:
+    argv, logs = await _started(tmp_path, "--config missing.yaml")
+    assert argv[argv.index("--block-size") + 1] == "128"
+    assert [line["file"] for line in logs if line["event"] == "engine_config_unreadable"] == [
+        "missing.yaml"
+    ]
 
 
 def test_the_models_config_is_read_if_there_is_one(tmp_path: Path) -> None:

@@ -102,6 +102,12 @@ def test_engine_args_are_split_as_a_shell_would() -> None:
     assert settings.extra_engine_args == ["--max-model-len", "8192", "--x", '{"a": 1}']
 
 
+def test_a_file_of_flags_is_named_as_vllm_reads_it() -> None:
+    """It ignores --config=FILE."""
+    settings = _settings("--role=decode", "--engine-args=--config=vllm.yaml --seed=1")
+    assert settings.extra_engine_args == ["--config", "vllm.yaml", "--seed=1"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -113,6 +119,8 @@ def test_engine_args_are_split_as_a_shell_would() -> None:
         (["--role=decode", "--engine-url=h:1"], "not a URL"),
         (["--role=decode", "--engine-args=--port 1"], "sets it itself"),
         (["--role=decode", "--engine-args=--kv-transfer-config={}"], "sets it itself"),
+        (["--role=decode", "--engine-args=--served_model_name x"], "--served-model-name in"),
+        (["--role=decode", "--engine-args=--kv-transfer-config.kv_role=x"], "sets it itself"),
         (["--role=decode", "--worker-id=a/b"], "pattern"),
         (["--role=decode", "--commit-timeout-seconds=0"], "greater than 0"),
         (["--role=both"], "prefill"),

@@ -1,0 +1,283 @@
+"""Calls that are opened ahead answer as calls that are opened for a request do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+
+from kvloop import rpc
+from kvloop.errors import DeadlineError, UnavailableError
+from services.router.spare_calls import SpareCall, StreamAhead, UnaryAhead
+from tests.flow.router.fakes import eventually
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_ONE, _MANY = "/test.Echo/One", "/test.Echo/Many"
+
+
+@dataclass
+class Echo:
+    """A server that says what it was told; a request "hang" is not answered."""
+
+    opened: int = 0
+    """Calls that were opened, with or without a request."""
+    cancelled: list[bytes] = field(default_factory=list)
+    seconds_left: list[float | None] = field(default_factory=list)
+    port: int = 0
+
+    async def one(self, request: bytes, context: Context) -> bytes:
+        await self._hear(request, context)
+        return request
+
+    async def many(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
+        yield request
+        await self._hear(request, context)
+        yield request
+
+    async def _hear(self, request: bytes, context: Context) -> None:
+        self.seconds_left.append(context.time_remaining())
+        if request == b"hang":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled.append(request)
+                raise
+        if request == b"refuse":
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+
+class _CountsOpened(grpc.aio.ServerInterceptor):
+    def __init__(self, echo: Echo) -> None:
+        self._echo = echo
+
+    async def intercept_service(self, continuation, handler_call_details):
+        self._echo.opened += 1
+        return await continuation(handler_call_details)
+
+
+@asynccontextmanager
+async def _serve(echo: Echo, *, grace_seconds: float | None = None) -> AsyncIterator[Echo]:
+    server = grpc.aio.server(interceptors=[_CountsOpened(echo)])
+    methods: dict[str, Any] = {
+        "One": grpc.unary_unary_rpc_method_handler(echo.one),
+        "Many": grpc.unary_stream_rpc_method_handler(echo.many),
+    }
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", methods)])
+    echo.port = server.add_insecure_port(f"127.0.0.1:{echo.port}")
+    await server.start()
+    try:
+        yield echo
+    finally:
+        await server.stop(grace_seconds)
+
+
+Ask = Callable[[bytes, float], AsyncGenerator[bytes, None]]
+
+
+@dataclass
+class Method:
+    """Either kind of method, called alike."""
+
+    ask: Ask
+    answers: int
+    close: Callable[[], None]
+
+    async def __call__(self, request: bytes, timeout_seconds: float = 10.0) -> list[bytes]:
+        async with aclosing(self.ask(request, timeout_seconds)) as answers:
+            return [answer async for answer in answers]
+
+
+def _has_opened(echo: Echo, calls: int) -> bool:
+    return echo.opened == calls
+
+
+def _as_is(data: bytes) -> bytes:
+    return data
+
+
+def _method(kind: str, channel: grpc.aio.Channel) -> Method:
+    if kind == "stream":
+        many = StreamAhead(channel, _MANY, _as_is, _as_is)
+
+        def ask_many(request: bytes, limit: float) -> AsyncGenerator[bytes, None]:
+            return many(request, timeout_seconds=limit)
+
+        return Method(ask_many, 2, many.close)
+    one = UnaryAhead(channel, _ONE, _as_is, _as_is)
+
+    async def ask(request: bytes, limit: float) -> AsyncGenerator[bytes, None]:
+        yield await one(request, timeout_seconds=limit)
+
+    return Method(ask, 1, one.close)
+
+
+@pytest.fixture(params=["unary", "stream"])
+def kind(request) -> str:
+    return str(request.param)
+
+
+@asynccontextmanager
+async def _connected(kind: str) -> AsyncIterator[tuple[Echo, Method]]:
+    """A server and a method that has a call open."""
+    async with _serve(Echo()) as echo, rpc.open_channel(f"127.0.0.1:{echo.port}") as channel:
+        method = _method(kind, channel)
+        assert await method(b"first") == [b"first"] * method.answers
+        await eventually(lambda: echo.opened == 2)
+        try:
+            yield echo, method
+        finally:
+            method.close()
+
+
+async def test_after_the_first_request_a_call_is_open_for_the_next(kind) -> None:
+    async with _connected(kind) as (echo, method):
+        for number in range(3):
+            assert await method(b"%d" % number) == [b"%d" % number] * method.answers
+            await eventually(partial(_has_opened, echo, number + 3))
+        assert echo.seconds_left[0] is not None
+        assert echo.seconds_left[1:] == [None] * 3  # as calls that were opened ahead have it
+
+
+async def test_requests_at_once_have_a_call_each(kind) -> None:
+    async with _connected(kind) as (_, method):
+        asked = [b"%d" % number for number in range(20)]
+        answered = await asyncio.gather(*(method(request) for request in asked))
+        assert answered == [[request] * method.answers for request in asked]
+
+
+async def test_no_answer_in_time_is_a_deadline_error_and_ends_the_servers_work(kind) -> None:
+    async with _connected(kind) as (echo, method):
+        with pytest.raises(DeadlineError):
+            await method(b"hang", 0.05)
+        await eventually(lambda: echo.cancelled == [b"hang"])
+        assert await method(b"next") == [b"next"] * method.answers
+
+
+async def test_caller_that_is_cancelled_ends_the_servers_work(kind) -> None:
+    async with _connected(kind) as (echo, method):
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(method(b"hang"))
+            await eventually(lambda: len(echo.seconds_left) == 2)
+            asking.cancel()
+        assert asking.cancelled()
+        await eventually(lambda: echo.cancelled == [b"hang"])
+
+
+async def test_callers_timeout_beats_that_of_the_call(kind) -> None:
+    async with _connected(kind) as (_, method):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await method(b"hang", 0.05)
+
+
+async def test_status_of_the_server_is_the_callers(kind) -> None:
+    async with _connected(kind) as (_, method):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await method(b"refuse")
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.details() == "full"
+
+
+async def test_call_that_broke_while_it_was_open_is_not_used(kind) -> None:
+    echo = Echo()
+    async with _serve(echo):
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{echo.port}", options=rpc.OPTIONS)
+        method = _method(kind, channel)
+        await method(b"first")
+        await eventually(lambda: echo.opened == 2)
+    async with channel, _serve(echo):  # another life at the same address
+        async with asyncio.timeout(20):
+            await channel.channel_ready()
+        assert await method(b"second") == [b"second"] * method.answers
+        method.close()
+
+
+async def test_connection_that_breaks_under_a_request_is_the_callers_error(kind) -> None:
+    echo = Echo()
+    async with asyncio.TaskGroup() as tasks:
+        async with _serve(echo):
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{echo.port}", options=rpc.OPTIONS)
+            method = _method(kind, channel)
+            await method(b"first")
+            await eventually(lambda: echo.opened == 2)
+            asking = tasks.create_task(_error_of(method(b"hang")))
+            await eventually(lambda: len(echo.seconds_left) == 2)
+    error = asking.result()
+    assert isinstance(error, grpc.aio.AioRpcError)
+    assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    method.close()
+    await channel.close()
+
+
+async def _error_of(answer) -> Exception | None:
+    try:
+        await answer
+    except Exception as error:
+        return error
+    return None
+
+
+async def test_request_that_cannot_be_sent_is_unavailable() -> None:
+    async with _serve(Echo()) as echo:
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{echo.port}", options=rpc.OPTIONS)
+        method = UnaryAhead(channel, _ONE, _as_is, _as_is)
+        await method(b"first", timeout_seconds=5)
+        broken = method._spare._call
+        assert broken is not None
+        broken.write = _fails_to_write  # type: ignore[method-assign]
+        with pytest.raises(UnavailableError):
+            await method(b"second", timeout_seconds=5)
+        method.close()
+        await channel.close()
+
+
+async def _fails_to_write(request: bytes) -> None:
+    raise grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "failed to send"
+    )
+
+
+async def test_server_that_stops_waits_for_no_call_once_none_is_expected(kind) -> None:
+    async with asyncio.timeout(10):
+        async with _serve(Echo(), grace_seconds=60) as echo:
+            async with rpc.open_channel(f"127.0.0.1:{echo.port}") as channel:
+                method = _method(kind, channel)
+                await method(b"first")
+                await eventually(lambda: echo.opened == 2)
+                method.close()
+                assert await method(b"last") == [b"last"] * method.answers
+                assert echo.opened == 3  # and none ahead
+
+
+async def test_a_call_is_opened_anew_when_it_is_old() -> None:
+    async with _serve(Echo()) as echo, rpc.open_channel(f"127.0.0.1:{echo.port}") as channel:
+        await channel.channel_ready()
+        method = channel.stream_unary(_ONE, _as_is, _as_is)
+        calls: list[grpc.aio.StreamUnaryCall[bytes, bytes]] = []
+
+        def open_call() -> grpc.aio.StreamUnaryCall[bytes, bytes]:
+            calls.append(method())
+            return calls[-1]
+
+        spare = SpareCall(channel, open_call, max_age_seconds=0.02)
+        spare.refill()
+        await eventually(lambda: len(calls) >= 3)
+        spare.close()
+        assert all(call.cancelled() for call in calls)
+        opened = len(calls)
+        spare.refill()
+        assert len(calls) == opened
+
+
+async def test_nothing_is_opened_without_a_connection() -> None:
+    async with rpc.open_channel("127.0.0.1:1") as channel:
+        spare = SpareCall(channel, channel.stream_unary(_ONE, _as_is, _as_is))
+        spare.refill()
+        assert spare.take() is None
