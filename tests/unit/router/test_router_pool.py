@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 from structlog.testing import capture_logs
