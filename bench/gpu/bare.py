@@ -6,15 +6,13 @@ beside it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from bench.gpu.streams import Answer, completion, completion_body
 from kvloop.bench.turns import TurnRequest, TurnResult
 from kvloop.errors import UnavailableError
 
@@ -24,40 +22,6 @@ _SURPLUS_TOKENS = 512
 an answer that ends by itself is retained for the whole TTL."""
 _COUNTED = {"include_usage": True, "continuous_usage_stats": True}
 """The engine's count of tokens with every chunk. It costs the engine 3 µs a chunk (vLLM 0.32)."""
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-
-
-class _Piece(msgspec.Struct):
-    """A chunk of a stream."""
-
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-
-
-_piece = msgspec.json.Decoder(_Piece).decode
-
-
-@dataclass
-class _Answer:
-    """What decode has sent.
-
-    Attributes:
-        tokens: their ids, if they were asked for.
-        generated: how many there are, by the engine's count.
-        times: when pieces came.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    generated: int = 0
-    times: list[float] = field(default_factory=list)
 
 
 class BareTurns:
@@ -112,7 +76,7 @@ class BareTurns:
             body = self._body(request, prompt, params, max_tokens=request.answer_tokens)
             whole = await self._whole(self._decode_url, body)
             self._handles[request.conversation] = whole["kv_transfer_params"]
-            answer = _Answer(
+            answer = Answer(
                 whole["choices"][0]["token_ids"],
                 whole["usage"]["completion_tokens"],
                 [self._clock()],
@@ -120,8 +84,12 @@ class BareTurns:
         else:
             answer = await self._stream(request, prompt, params)
         pulled_tokens = handle["remote_num_tokens"] if handle else 0
-        return _result(
-            request, answer, started, handed_over=handed_over, pulled_tokens=pulled_tokens
+        return answer.result(
+            request,
+            started,
+            prefill_leg_seconds=handed_over - started,
+            decode_leg_seconds=answer.times[0] - handed_over,
+            pulled_tokens=pulled_tokens,
         )
 
     async def end(self, conversation: str) -> None:
@@ -139,27 +107,25 @@ class BareTurns:
         params: dict[str, Any] | None,
         **members: Any,
     ) -> bytes:
-        return msgspec.json.encode(
-            {
-                "model": self._model,
-                "prompt": prompt,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": self._last_ids or not request.last,
-                "cache_salt": request.conversation,
-                **({} if params is None else {"kv_transfer_params": params}),
-                **members,
-            }
+        if params is not None:
+            members["kv_transfer_params"] = params
+        return completion_body(
+            self._model,
+            request,
+            prompt,
+            return_token_ids=self._last_ids or not request.last,
+            cache_salt=request.conversation,
+            **members,
         )
 
     async def _whole(self, url: str, body: bytes) -> dict[str, Any]:
-        async with self._post(url, body) as answer:
+        async with completion(self._session, url, body) as answer:
             whole: dict[str, Any] = msgspec.json.decode(await answer.read())
             return whole
 
     async def _stream(
         self, request: TurnRequest, prompt: msgspec.Raw, params: dict[str, Any] | None
-    ) -> _Answer:
+    ) -> Answer:
         """An answer from decode, as it comes, up to as many tokens as are wanted."""
         wanted = request.answer_tokens
         body = self._body(
@@ -170,37 +136,15 @@ class BareTurns:
             stream=True,
             stream_options=_COUNTED,
         )
-        answer = _Answer()
-        async with self._post(self._decode_url, body) as reply:
-            async for line in reply.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                piece = _piece(line[len(b"data: ") :])
-                if not piece.choices:
-                    continue
-                answer.times.append(self._clock())
-                answer.tokens += piece.choices[0].token_ids or ()
-                if piece.usage is not None:
-                    answer.generated = piece.usage.completion_tokens
+        answer = Answer()
+        async with completion(self._session, self._decode_url, body) as reply:
+            async for piece in answer.read(reply, self._clock):
                 if answer.generated >= wanted:
                     reply.close()
                     return answer
-                if piece.choices[0].finish_reason is not None:
+                if piece.choices and piece.choices[0].finish_reason is not None:
                     break
         raise UnavailableError(f"the answer ended after {answer.generated} of {wanted} tokens")
-
-    @asynccontextmanager
-    async def _post(self, url: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = {"Content-Type": "application/json"}
-        try:
-            async with self._session.post(
-                f"{url}/v1/completions", data=body, headers=headers
-            ) as answer:
-                if answer.status != 200:
-                    raise UnavailableError(f"{url} answered {answer.status}: {await answer.text()}")
-                yield answer
-        except aiohttp.ClientError as error:
-            raise UnavailableError(f"{url}: {error}") from error
 
 
 class DecodeAlone(BareTurns):
@@ -211,31 +155,4 @@ class DecodeAlone(BareTurns):
         started = self._clock()
         prompt = msgspec.Raw(msgspec.json.encode(request.prompt))
         answer = await self._stream(request, prompt, None)
-        return _result(request, answer, started, handed_over=started, pulled_tokens=0)
-
-
-def _result(
-    request: TurnRequest,
-    answer: _Answer,
-    started: float,
-    *,
-    handed_over: float,
-    pulled_tokens: int,
-) -> TurnResult:
-    times = answer.times
-    return TurnResult(
-        token_ids=tuple(answer.tokens[: request.answer_tokens]),
-        # What comes with the last piece beyond what was wanted is not counted either.
-        generated_tokens=min(answer.generated, request.answer_tokens),
-        ttft_seconds=times[0] - started,
-        total_seconds=times[-1] - started,
-        gaps_seconds=tuple(after - before for before, after in pairwise(times)),
-        prefill_leg_seconds=handed_over - started,
-        decode_leg_seconds=times[0] - handed_over,
-        prompt_tokens=len(request.prompt),
-        pulled_tokens=pulled_tokens,
-        cached_tokens=0,
-        recomputed_tokens=0,
-        miss_reason=None,
-        retained_tokens=0,
-    )
+        return answer.result(request, started, decode_leg_seconds=answer.times[0] - started)

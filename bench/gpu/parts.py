@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
+from bench.gpu.added import GATEWAY
 from bench.gpu.checks import RenewalCheck, check_proof, check_release
 from bench.gpu.observed import ObservedTurns
 from bench.gpu.outcome import Outcome
@@ -82,7 +83,7 @@ async def q8(bench: Bench, found: Outcome) -> None:
     kvloop's turns is traced. In the end turns follow idle time of several lengths, all of
     them traced.
     """
-    await _beside_bare(bench, found, "q8", "q8-bare", {8192: 18, 16384: 12, 32768: 12})
+    await _beside_bare(bench, found, "q8", "q8-bare", {8192: 15, 16384: 9, 32768: 9})
     ours = bench.ways["q8"]
     bare, straight = _bare_way(bench, "q8-bare", ours)
     # Nothing asks the engines anything between the idle time and the turn.
@@ -176,6 +177,7 @@ async def two_gpus(bench: Bench, found: Outcome) -> None:
         bare = _observed(bench, found, ways, "bare-on", ways.bare, reuse=True)
         variants.append(bare)
         traced.append(bare)
+    variants += _over_http(ways)
     for context in (24576, 40960):
         plan = RoundPlan([bench.shape(context)], repetitions=6)
         found.keep(f"two-gpus-{context}", await bench.rounds("two-gpus", variants, plan))
@@ -257,6 +259,13 @@ def _observed_on_off(
     ]
 
 
+def _over_http(ways: Ways) -> list[Variant]:
+    """With reuse, from the client that the bare protocol has."""
+    if ways.gateway is None:
+        return []
+    return [ways.variant(GATEWAY, reuse=True, turns=ways.gateway)]
+
+
 async def _beside_bare(
     bench: Bench, found: Outcome, name: str, bare_name: str, repetitions: Mapping[int, int]
 ) -> None:
@@ -277,6 +286,7 @@ async def _beside_bare(
     variants = _observed_on_off(bench, found, ours, trace_every=_TRACED)
     for way, reuse in (("bare-on", True), ("bare-off", False)):
         variants.append(_observed(bench, found, bare, way, straight, reuse=reuse))
+    variants += _over_http(ours)
     for context, count in repetitions.items():
         plan = _quick([bench.shape(context)], count)
         found.keep(f"{name}-{context}", await bench.rounds(name, variants, plan))

@@ -28,6 +28,7 @@ from bench.gpu.bare import BareTurns, DecodeAlone
 from bench.gpu.bare_engines import bare_engines
 from bench.gpu.engine_times import EngineWatch
 from bench.gpu.engines import EnginePair, engine_pairs, rehearsal_pairs
+from bench.gpu.gateway import GatewayTurns
 from bench.gpu.hops import hop_table
 from bench.gpu.host import machine
 from bench.gpu.observed import Book
@@ -97,6 +98,7 @@ async def _kvloop(
             prefill_url,
             decode_url,
             bare=BareTurns(session, prefill_url, decode_url, model, clock, last_ids=pair.compared),
+            gateway=GatewayTurns(turns, session, stack.gateway_url, model, clock),
             split=SplitTurns(
                 turns, session, prefill_url, model, tail_tokens=Shape(1).message_tokens
             ),

@@ -23,6 +23,7 @@ class Ways:
         decode_url: of its decode server.
         bare: takes turns on the same engines, leg by leg, past all of kvloop but the
             connector; None where `turns` does so already.
+        gateway: takes last turns over the router's HTTP front; None where `turns` has no router.
         split: takes turns of which prefill has computed the beginning before.
         decode_alone: takes turns on the decode engine alone.
         watch: sees what the engines say of single requests; None: nobody asks them.
@@ -34,6 +35,7 @@ class Ways:
     prefill_url: str
     decode_url: str
     bare: TurnRunner | None = None
+    gateway: TurnRunner | None = None
     split: TurnRunner | None = None
     decode_alone: TurnRunner | None = None
     watch: EngineWatch | None = None

@@ -49,6 +49,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
         "http://p",
         "http://d",
         bare=turns,
+        gateway=turns,
         split=turns,
         decode_alone=turns,
         lease_seconds=0.0,
@@ -114,7 +115,7 @@ async def test_without_engines_of_its_own_the_bare_protocol_runs_on_kvloops(benc
     await PARTS["q8"].run(rehearsal, found)
     await found.finish()
     assert found.notes[0] == "no q8-bare: the bare protocol ran on kvloop's own engines"
-    assert len(found.notes) == 1 + 3 * 2 + 3  # with and without reuse; after idle times with it
+    assert len(found.notes) == 1 + 3 * 3 + 3  # on, off, over HTTP; after idle times with reuse
     bare = [s for s in found.runs["q8-8192"].samples if s.variant == "bare-off" and s.turn == 2]
     assert [sample.repetition for sample in bare] == [0, 1]
 
@@ -146,6 +147,18 @@ def test_what_kvloop_adds_is_told_from_pairs_and_by_legs() -> None:
             samples.append(Sample(shape, name, repetition, 0, 2, taken))
     (said,) = added(Run(tuple(samples), ()))
     assert said == (
-        "kvloop adds 10.0 ms (quartiles 9.0 to 11.0, 3 pairs) to the bare protocol's 210.0 ms "
-        "with reuse on: +0.0 ms in the legs, 10.0 ms outside them"
+        "kvloop adds 10.0 ms (quartiles 9.0 to 11.0, 3 pairs) to the bare protocol's 210.0 ms"
+        ", with reuse on: +0.0 ms in the legs, 10.0 ms outside them"
+    )
+
+
+def test_turns_over_http_are_compared_by_their_whole_time() -> None:
+    shape, samples = Shape(100), []
+    for repetition, (ours, bare) in enumerate([(0.104, 0.100), (0.206, 0.200), (0.301, 0.300)]):
+        for name, ttft in (("http-on", ours), ("bare-on", bare)):
+            samples.append(Sample(shape, name, repetition, 0, 2, result(ttft=ttft)))
+    (said,) = added(Run(tuple(samples), ()))
+    assert said == (
+        "kvloop adds 4.0 ms (quartiles 2.5 to 5.0, 3 pairs) to the bare protocol's 200.0 ms, "
+        "with reuse on, over HTTP"
     )
