@@ -1,4 +1,4 @@
-"""Measures the way of a long prompt: python -m bench.path [TOKENS ...]. About 40 s."""
+"""Measures the way of a long prompt: python -m bench.path [TOKENS ...]. About 45 s."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import time
 
 from rich.console import Console
 
-from bench.path.hops import grpc_hop, measure, tcp_hop
+from bench.path.awake import processors_awake
+from bench.path.hops import Hop, grpc_hop, measure, tcp_hop
 from bench.path.steps import Step, chat_steps, token_steps
 
 _console = Console(highlight=False, markup=False)
 _ROUNDS = 60
-_HOPS = 40
+_HOPS = 30
 _IDLE_SECONDS = 0.15
-_BODY_BYTES = (500, 50_000, 205_000)
+_BODY_BYTES = (500, 205_000)
 
 
 def main() -> None:
@@ -50,15 +51,21 @@ def _median(step: Step) -> float:
 
 
 async def _hops() -> None:
-    _console.print(f"\none hop, ms: back to back, after {_IDLE_SECONDS} s of idle time")
+    _console.print(
+        f"\none hop, ms: back to back, after {_IDLE_SECONDS} s of idle time, and so with "
+        "processors kept awake"
+    )
     for name, opening in (("gRPC", grpc_hop), ("TCP", tcp_hop)):
         async with opening() as hop:
             for size in _BODY_BYTES:
-                shown = [
-                    f"{await measure(hop, size, idle, time.perf_counter, _HOPS) * 1e3:7.2f}"
-                    for idle in (0.0, _IDLE_SECONDS)
-                ]
+                shown = [await _shown(hop, size, idle) for idle in (0.0, _IDLE_SECONDS)]
+                with processors_awake() as awake:
+                    shown.append(await _shown(hop, size, _IDLE_SECONDS) if awake else "      -")
                 _console.print(f"  {name:5} {size:8,} bytes {'  '.join(shown)}")
+
+
+async def _shown(hop: Hop, size: int, idle_seconds: float) -> str:
+    return f"{await measure(hop, size, idle_seconds, time.perf_counter, _HOPS) * 1e3:7.2f}"
 
 
 if __name__ == "__main__":
