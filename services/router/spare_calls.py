@@ -21,6 +21,9 @@ import grpc
 
 from kvloop.errors import DeadlineError, UnavailableError
 
+_PAUSE_SECONDS = 0.05
+"""From a request to the opening of the next call, which would be in its way at either end.
+Requests that follow faster meet threads that are awake."""
 _MAX_AGE_SECONDS = 60.0
 """A spare call holds its connection, which may be one that calls shall leave: its
 certificate has been replaced, say."""
@@ -39,6 +42,7 @@ class SpareCall(Generic[_Call]):
     Args:
         channel: where it is opened, if it is connected then.
         open_call: opens a call.
+        pause_seconds: it is opened so long after it was asked for.
         max_age_seconds: it is opened anew after that time.
     """
 
@@ -47,29 +51,28 @@ class SpareCall(Generic[_Call]):
         channel: grpc.aio.Channel,
         open_call: Callable[[], _Call],
         *,
+        pause_seconds: float = _PAUSE_SECONDS,
         max_age_seconds: float = _MAX_AGE_SECONDS,
     ) -> None:
         self._channel = channel
         self._open_call = open_call
+        self._pause_seconds = pause_seconds
         self._max_age_seconds = max_age_seconds
         self._call: _Call | None = None
-        self._renewal: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def take(self) -> _Call | None:
         """The call, if there is one that has not ended. It is the caller's from now on."""
+        if self._call is None:
+            return None
         call = self._let_go()
         return call if call is not None and not call.done() else None
 
     def refill(self) -> None:
-        """Open a call for the next request, unless there is one or no connection."""
-        if self._call is not None or self._closed:
-            return
-        if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
-            return
-        self._call = self._open_call()
-        loop = asyncio.get_running_loop()
-        self._renewal = loop.call_later(self._max_age_seconds, self._renew)
+        """Have a call for the next request soon, if there is none, and a connection."""
+        if self._timer is None and not self._closed:
+            self._start_timer(self._pause_seconds, self._open)
 
     def close(self) -> None:
         """Open none any more, and give up the one that is open."""
@@ -80,16 +83,25 @@ class SpareCall(Generic[_Call]):
 
     def _let_go(self) -> _Call | None:
         call, self._call = self._call, None
-        if self._renewal is not None:
-            self._renewal.cancel()
-            self._renewal = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         return call
+
+    def _open(self) -> None:
+        self._timer = None
+        if self._channel.get_state() is grpc.ChannelConnectivity.READY:
+            self._call = self._open_call()
+            self._start_timer(self._max_age_seconds, self._renew)
 
     def _renew(self) -> None:
         call = self._let_go()
         if call is not None and not call.done():
             call.cancel()
-            self.refill()
+            self._open()
+
+    def _start_timer(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, callback)
 
 
 class UnaryAhead(Generic[_Request, _Response]):

@@ -229,6 +229,7 @@ async def test_request_that_cannot_be_sent_is_unavailable() -> None:
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{echo.port}", options=rpc.OPTIONS)
         method = UnaryAhead(channel, _ONE, _as_is, _as_is)
         await method(b"first", timeout_seconds=5)
+        await eventually(lambda: method._spare._call is not None)
         broken = method._spare._call
         assert broken is not None
         broken.write = _fails_to_write  # type: ignore[method-assign]
@@ -266,7 +267,7 @@ async def test_a_call_is_opened_anew_when_it_is_old() -> None:
             calls.append(method())
             return calls[-1]
 
-        spare = SpareCall(channel, open_call, max_age_seconds=0.02)
+        spare = SpareCall(channel, open_call, pause_seconds=0.0, max_age_seconds=0.02)
         spare.refill()
         await eventually(lambda: len(calls) >= 3)
         spare.close()
@@ -278,6 +279,9 @@ async def test_a_call_is_opened_anew_when_it_is_old() -> None:
 
 async def test_nothing_is_opened_without_a_connection() -> None:
     async with rpc.open_channel("127.0.0.1:1") as channel:
-        spare = SpareCall(channel, channel.stream_unary(_ONE, _as_is, _as_is))
+        opened: list[None] = []
+        spare = SpareCall(channel, lambda: opened.append(None), pause_seconds=0.0)  # type: ignore[type-var]
         spare.refill()
-        assert spare.take() is None
+        await asyncio.sleep(0.01)
+        assert (spare.take(), opened) == (None, [])
+        spare.close()
