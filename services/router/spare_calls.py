@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
+from contextvars import Context
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -24,15 +25,19 @@ from kvloop.errors import DeadlineError, UnavailableError
 _PAUSE_SECONDS = 0.05
 """From a request to the opening of the next call, which would be in its way at either end.
 Requests that follow faster meet threads that are awake."""
-_MAX_AGE_SECONDS = 60.0
+_LOOK_SECONDS = 1.0
+"""From one look at the connection to the next: a server that stops waits for its calls."""
+_MAX_AGE_SECONDS = 30.0
 """A spare call holds its connection, which may be one that calls shall leave: its
 certificate has been replaced, say."""
+_LARGEST_BYTES = 1024 * 1024
+"""Larger requests have a call of their own, which tells why it failed if they cannot be sent."""
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 _UnaryCall = grpc.aio.StreamUnaryCall[_Request, _Response]
 _StreamCall = grpc.aio.StreamStreamCall[_Request, _Response]
-_SendingCall = grpc.aio.StreamUnaryCall[_Request, Any] | grpc.aio.StreamStreamCall[_Request, Any]
+_SendingCall = grpc.aio.StreamUnaryCall[bytes, Any] | grpc.aio.StreamStreamCall[bytes, Any]
 _Call = TypeVar("_Call", bound=grpc.aio.Call)
 
 
@@ -43,6 +48,7 @@ class SpareCall(Generic[_Call]):
         channel: where it is opened, if it is connected then.
         open_call: opens a call.
         pause_seconds: it is opened so long after it was asked for.
+        look_seconds: how often it is given up if the connection has gone.
         max_age_seconds: it is opened anew after that time.
     """
 
@@ -52,13 +58,17 @@ class SpareCall(Generic[_Call]):
         open_call: Callable[[], _Call],
         *,
         pause_seconds: float = _PAUSE_SECONDS,
+        look_seconds: float = _LOOK_SECONDS,
         max_age_seconds: float = _MAX_AGE_SECONDS,
     ) -> None:
         self._channel = channel
         self._open_call = open_call
         self._pause_seconds = pause_seconds
+        self._look_seconds = look_seconds
         self._max_age_seconds = max_age_seconds
+        self._loop = asyncio.get_running_loop()
         self._call: _Call | None = None
+        self._opened_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -90,18 +100,26 @@ class SpareCall(Generic[_Call]):
 
     def _open(self) -> None:
         self._timer = None
-        if self._channel.get_state() is grpc.ChannelConnectivity.READY:
-            self._call = self._open_call()
-            self._start_timer(self._max_age_seconds, self._renew)
+        if self._connected():
+            self._call, self._opened_at = self._open_call(), self._loop.time()
+            self._start_timer(self._look_seconds, self._look)
 
-    def _renew(self) -> None:
+    def _look(self) -> None:
+        old = self._loop.time() >= self._opened_at + self._max_age_seconds
+        if self._connected() and not old:
+            return self._start_timer(self._look_seconds, self._look)
         call = self._let_go()
         if call is not None and not call.done():
             call.cancel()
             self._open()
 
+    def _connected(self) -> bool:
+        # No more as soon as the server says that it stops.
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
+
     def _start_timer(self, seconds: float, callback: Callable[[], None]) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, callback)
+        # Whose request was the last is of no concern to what is opened for the next.
+        self._timer = self._loop.call_later(seconds, callback, context=Context())
 
 
 class UnaryAhead(Generic[_Request, _Response]):
@@ -121,8 +139,9 @@ class UnaryAhead(Generic[_Request, _Response]):
         serialize: Callable[[_Request], bytes],
         deserialize: Callable[[bytes], _Response],
     ) -> None:
-        self._call_now = channel.unary_unary(method, serialize, deserialize)
-        self._spare = SpareCall(channel, channel.stream_unary(method, serialize, deserialize))
+        self._serialize = serialize
+        self._call_now = channel.unary_unary(method, _as_it_is, deserialize)
+        self._spare = SpareCall(channel, channel.stream_unary(method, _as_it_is, deserialize))
 
     async def __call__(self, request: _Request, *, timeout_seconds: float) -> _Response:
         """Send a request and wait for its answer.
@@ -132,14 +151,15 @@ class UnaryAhead(Generic[_Request, _Response]):
             UnavailableError: the connection broke before the request was sent.
             grpc.aio.AioRpcError: the call failed.
         """
-        call = self._spare.take()
+        data = self._serialize(request)
+        call = self._spare.take() if len(data) <= _LARGEST_BYTES else None
         if call is None:
-            answer = await self._call_now(request, timeout=timeout_seconds)
+            answer = await self._call_now(data, timeout=timeout_seconds)
             self._spare.refill()
             return answer
         try:
             async with asyncio.timeout(timeout_seconds):
-                await _send(self._spare, call, request)
+                await _send(self._spare, call, data)
                 return await call
         except TimeoutError:
             raise _too_late() from None
@@ -161,8 +181,9 @@ class StreamAhead(Generic[_Request, _Response]):
         serialize: Callable[[_Request], bytes],
         deserialize: Callable[[bytes], _Response],
     ) -> None:
-        self._call_now = channel.unary_stream(method, serialize, deserialize)
-        self._spare = SpareCall(channel, channel.stream_stream(method, serialize, deserialize))
+        self._serialize = serialize
+        self._call_now = channel.unary_stream(method, _as_it_is, deserialize)
+        self._spare = SpareCall(channel, channel.stream_stream(method, _as_it_is, deserialize))
 
     async def __call__(
         self, request: _Request, *, timeout_seconds: float
@@ -171,13 +192,14 @@ class StreamAhead(Generic[_Request, _Response]):
 
         Closing the generator cancels the call. Raises as `UnaryAhead` does.
         """
-        taken = self._spare.take()
+        data = self._serialize(request)
+        taken = self._spare.take() if len(data) <= _LARGEST_BYTES else None
         if taken is not None:
-            async with aclosing(self._ask(taken, request, timeout_seconds)) as responses:
+            async with aclosing(self._ask(taken, data, timeout_seconds)) as responses:
                 async for response in responses:
                     yield response
             return
-        call = self._call_now(request, timeout=timeout_seconds)
+        call = self._call_now(data, timeout=timeout_seconds)
         try:
             async for response in call:
                 self._spare.refill()
@@ -186,26 +208,33 @@ class StreamAhead(Generic[_Request, _Response]):
             call.cancel()  # without effect on a call that has ended
 
     async def _ask(
-        self, call: _StreamCall[_Request, _Response], request: _Request, timeout_seconds: float
+        self, call: _StreamCall[bytes, _Response], data: bytes, timeout_seconds: float
     ) -> AsyncGenerator[_Response, None]:
-        late = False
+        loop = asyncio.get_running_loop()
+        ends, late = loop.time() + timeout_seconds, False
 
         def give_up() -> None:
             nonlocal late
             late = call.cancel()
 
-        limit = asyncio.get_running_loop().call_later(timeout_seconds, give_up)
+        limit: asyncio.TimerHandle | None = None
         try:
-            await _send(self._spare, call, request)
+            # A call that is cancelled before its opening went out would never be sent.
+            async with asyncio.timeout_at(ends):
+                await _send(self._spare, call, data)
+            limit = loop.call_at(ends, give_up)
             async for response in call:
                 yield response
+        except TimeoutError:
+            raise _too_late() from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if late and not (task is not None and task.cancelling()):
                 raise _too_late() from None
             raise
         finally:
-            limit.cancel()
+            if limit is not None:
+                limit.cancel()
             call.cancel()
 
     def close(self) -> None:
@@ -213,9 +242,13 @@ class StreamAhead(Generic[_Request, _Response]):
         self._spare.close()
 
 
-async def _send(spare: SpareCall[Any], call: _SendingCall[_Request], request: _Request) -> None:
+def _as_it_is(data: bytes) -> bytes:
+    return data
+
+
+async def _send(spare: SpareCall[Any], call: _SendingCall, data: bytes) -> None:
     try:
-        await call.write(request)
+        await call.write(data)
     except grpc.aio.AioRpcError as error:
         # gRPC says INTERNAL here, whatever ended the call.
         raise UnavailableError("the connection broke") from error

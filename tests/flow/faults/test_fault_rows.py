@@ -78,3 +78,20 @@ async def _unpinned(worker: Worker) -> int:
     """Blocks in use for no retained turn."""
     blocks = (await worker.state())["blocks"]
     return int(blocks["used"] - blocks["pinned"])
+
+
+async def test_no_service_waits_for_calls_that_the_router_has_open_there(worlds: Worlds) -> None:
+    """See docs/adr/0065: a server that stops waits for its calls, here up to 10 s."""
+    world, seed = await worlds.of(Setup()), worlds.seed()
+    conversation = f"ahead-{seed}"
+    first = await right_turn(world, conversation, prompt(300, seed))
+    prefill, decode = on_path(world, first)
+    await right_turn(world, conversation, [*first.tokens, *first.answer, 7])
+    await asyncio.sleep(0.2)  # calls are opened 0.05 s after a request
+    for leaving in (prefill.sidecar, decode.sidecar):
+        async with asyncio.timeout(6):
+            await leaving.end()
+    await world.mend()
+    await right_turn(world, conversation, prompt(300, seed + 1))
+    await assert_at_rest(world)
+    await assert_released(world, conversation)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ class Echo:
     cancelled: list[bytes] = field(default_factory=list)
     seconds_left: list[float | None] = field(default_factory=list)
     port: int = 0
+    stop: Callable[[], Awaitable[None]] = field(init=False)
 
     async def one(self, request: bytes, context: Context) -> bytes:
         await self._hear(request, context)
@@ -71,11 +72,12 @@ async def _serve(echo: Echo, *, grace_seconds: float | None = None) -> AsyncIter
     }
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", methods)])
     echo.port = server.add_insecure_port(f"127.0.0.1:{echo.port}")
+    echo.stop = partial(server.stop, grace_seconds)
     await server.start()
     try:
         yield echo
     finally:
-        await server.stop(grace_seconds)
+        await echo.stop()
 
 
 Ask = Callable[[bytes, float], AsyncGenerator[bytes, None]]
@@ -87,7 +89,13 @@ class Method:
 
     ask: Ask
     answers: int
-    close: Callable[[], None]
+    ahead: UnaryAhead[bytes, bytes] | StreamAhead[bytes, bytes]
+
+    def close(self) -> None:
+        self.ahead.close()
+
+    def spare(self) -> SpareCall[Any]:
+        return self.ahead._spare
 
     async def __call__(self, request: bytes, timeout_seconds: float = 10.0) -> list[bytes]:
         async with aclosing(self.ask(request, timeout_seconds)) as answers:
@@ -109,13 +117,13 @@ def _method(kind: str, channel: grpc.aio.Channel) -> Method:
         def ask_many(request: bytes, limit: float) -> AsyncGenerator[bytes, None]:
             return many(request, timeout_seconds=limit)
 
-        return Method(ask_many, 2, many.close)
+        return Method(ask_many, 2, many)
     one = UnaryAhead(channel, _ONE, _as_is, _as_is)
 
     async def ask(request: bytes, limit: float) -> AsyncGenerator[bytes, None]:
         yield await one(request, timeout_seconds=limit)
 
-    return Method(ask, 1, one.close)
+    return Method(ask, 1, one)
 
 
 @pytest.fixture(params=["unary", "stream"])
@@ -245,6 +253,48 @@ async def _fails_to_write(request: bytes) -> None:
     )
 
 
+async def test_request_that_is_too_large_is_told_so(kind) -> None:
+    options = [("grpc.max_send_message_length", 2 * 1024 * 1024)]
+    async with (
+        _serve(Echo()) as echo,
+        grpc.aio.insecure_channel(f"127.0.0.1:{echo.port}", options=options) as channel,
+    ):
+        method = _method(kind, channel)
+        await method(b"first")
+        await eventually(lambda: echo.opened == 2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await method(bytes(3 * 1024 * 1024))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        large = bytes(3 * 512 * 1024)
+        assert await method(large) == [large] * method.answers
+        assert await method(b"small") == [b"small"] * method.answers
+        assert echo.seconds_left[-1] is None  # the call that was open all the time
+        method.close()
+
+
+async def test_deadline_that_passes_before_a_call_is_open_is_one(kind) -> None:
+    async with _connected(kind) as (_, method):
+        for _number in range(20):
+            method.spare()._let_go()
+            method.spare()._open()  # its opening has not gone out yet
+            with suppress(DeadlineError):
+                async with asyncio.timeout(5):
+                    await method(b"now", 0.0002)
+
+
+async def test_server_that_stops_is_not_held_up(kind) -> None:
+    async with AsyncExitStack() as stack:
+        echo = Echo()
+        server = await stack.enter_async_context(_serve(echo, grace_seconds=60))
+        channel = await stack.enter_async_context(rpc.open_channel(f"127.0.0.1:{server.port}"))
+        method = _method(kind, channel)
+        await method(b"first")
+        await eventually(lambda: echo.opened == 2)
+        async with asyncio.timeout(10):
+            await echo.stop()
+        method.close()
+
+
 async def test_server_that_stops_waits_for_no_call_once_none_is_expected(kind) -> None:
     async with asyncio.timeout(10):
         async with _serve(Echo(), grace_seconds=60) as echo:
@@ -267,7 +317,9 @@ async def test_a_call_is_opened_anew_when_it_is_old() -> None:
             calls.append(method())
             return calls[-1]
 
-        spare = SpareCall(channel, open_call, pause_seconds=0.0, max_age_seconds=0.02)
+        spare = SpareCall(
+            channel, open_call, pause_seconds=0.0, look_seconds=0.01, max_age_seconds=0.02
+        )
         spare.refill()
         await eventually(lambda: len(calls) >= 3)
         spare.close()

@@ -17,6 +17,7 @@ from kvloop import rpc
 from kvloop.rotation import RotatingAioChannel
 from kvloop.tls import ClientTlsFiles
 from services.common.tls import ServerTls
+from services.router.spare_calls import SpareCall
 from tests.flow.sim.engines import poll
 from tests.flow.tls import echo
 from tests.flow.tls.authority import Authority
@@ -227,3 +228,37 @@ async def test_synchronous_channels_rotate_too(authority: Authority, clock: _Clo
                 assert list(stream) == []
 
         await asyncio.to_thread(talk)
+
+
+async def test_a_call_that_is_open_ahead_goes_over_to_the_new_certificate(
+    authority: Authority, clock: _Clock
+) -> None:
+    client = authority.issue("router", "before.kvloop")
+    async with (
+        _serving(authority, clock) as server,
+        _channel(server, authority.client(client, clock=clock)) as channel,
+    ):
+        assert await echo.who(channel) == "before.kvloop,router.kvloop"
+        spare = SpareCall(
+            channel,
+            channel.stream_unary(echo.WHO),
+            pause_seconds=0.0,
+            look_seconds=0.01,
+            max_age_seconds=0.05,
+        )
+        spare.refill()
+        left = weakref.ref(channel.current())
+        authority.issue("router", "after.kvloop")
+        clock.now += 2
+        async with asyncio.timeout(20):
+            while left() is not None:
+                await asyncio.sleep(0.02)
+                gc.collect()
+            call = spare.take()
+            while call is None:
+                spare.refill()
+                await asyncio.sleep(0.01)
+                call = spare.take()
+        await call.write(b"")
+        assert await call == b"after.kvloop,router.kvloop"
+        spare.close()
