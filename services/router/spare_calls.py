@@ -27,9 +27,9 @@ _PAUSE_SECONDS = 0.05
 Requests that follow faster meet threads that are awake."""
 _LOOK_SECONDS = 1.0
 """From one look at the connection to the next: a server that stops waits for its calls."""
-_MAX_AGE_SECONDS = 30.0
-"""A spare call holds its connection, which may be one that calls shall leave: its
-certificate has been replaced, say."""
+_MAX_AGE_SECONDS = 20.0
+"""A spare call that nobody takes is given up. It keeps memory and tasks at either end, and
+its connection, which may be one that calls shall leave: its certificate has been replaced."""
 _LARGEST_BYTES = 1024 * 1024
 """Larger requests have a call of their own, which tells why it failed if they cannot be sent."""
 
@@ -49,7 +49,7 @@ class SpareCall(Generic[_Call]):
         open_call: opens a call.
         pause_seconds: it is opened so long after it was asked for.
         look_seconds: how often it is given up if the connection has gone.
-        max_age_seconds: it is opened anew after that time.
+        max_age_seconds: it is given up after that time.
     """
 
     def __init__(
@@ -107,11 +107,9 @@ class SpareCall(Generic[_Call]):
     def _look(self) -> None:
         old = self._loop.time() >= self._opened_at + self._max_age_seconds
         if self._connected() and not old:
-            return self._start_timer(self._look_seconds, self._look)
-        call = self._let_go()
-        if call is not None and not call.done():
-            call.cancel()
-            self._open()
+            self._start_timer(self._look_seconds, self._look)
+        elif (call := self._let_go()) is not None:
+            call.cancel()  # without effect on a call that has ended
 
     def _connected(self) -> bool:
         # No more as soon as the server says that it stops.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -307,7 +307,7 @@ async def test_server_that_stops_waits_for_no_call_once_none_is_expected(kind) -
                 assert echo.opened == 3  # and none ahead
 
 
-async def test_a_call_is_opened_anew_when_it_is_old() -> None:
+async def test_a_call_that_nobody_takes_is_given_up() -> None:
     async with _serve(Echo()) as echo, rpc.open_channel(f"127.0.0.1:{echo.port}") as channel:
         await channel.channel_ready()
         method = channel.stream_unary(_ONE, _as_is, _as_is)
@@ -318,15 +318,20 @@ async def test_a_call_is_opened_anew_when_it_is_old() -> None:
             return calls[-1]
 
         spare = SpareCall(
-            channel, open_call, pause_seconds=0.0, look_seconds=0.01, max_age_seconds=0.02
+            channel, open_call, pause_seconds=0.0, look_seconds=0.01, max_age_seconds=0.05
         )
-        spare.refill()
-        await eventually(lambda: len(calls) >= 3)
+        for opened in (1, 2):
+            spare.refill()
+            await eventually(partial(_are_cancelled, calls, opened))
+            assert spare.take() is None
         spare.close()
-        assert all(call.cancelled() for call in calls)
-        opened = len(calls)
         spare.refill()
-        assert len(calls) == opened
+        await asyncio.sleep(0.02)
+        assert len(calls) == 2
+
+
+def _are_cancelled(calls: Sequence[grpc.aio.Call], count: int) -> bool:
+    return len(calls) == count and all(call.cancelled() for call in calls)
 
 
 async def test_nothing_is_opened_without_a_connection() -> None:

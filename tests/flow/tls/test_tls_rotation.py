@@ -252,13 +252,13 @@ async def test_a_call_that_is_open_ahead_goes_over_to_the_new_certificate(
         clock.now += 2
         async with asyncio.timeout(20):
             while left() is not None:
+                await _until_called_as(channel, "after.kvloop")
                 await asyncio.sleep(0.02)
                 gc.collect()
-            call = spare.take()
-            while call is None:
-                spare.refill()
-                await asyncio.sleep(0.01)
-                call = spare.take()
+            spare.refill()
+            await poll(lambda: spare._call is not None)
+        call = spare.take()
+        assert call is not None
         await call.write(b"")
         assert await call == b"after.kvloop,router.kvloop"
         spare.close()
