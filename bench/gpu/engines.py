@@ -9,14 +9,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from bench.gpu.renewing import RENEW
 from kvloop.stack import StackSettings, WorkerSettings
-from services.worker.kv_layout import KvLayoutChoice
-
-Role = Literal["prefill", "decode"]
-Platform = Literal["cpu", "cuda"]
+from services.worker.engine_command import Role
+from services.worker.kv_layout import KvLayoutChoice, Platform
 
 _COMPILATION = {
     "mode": 0,

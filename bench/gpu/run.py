@@ -44,7 +44,7 @@ from kvloop.bench.samples import Shape
 from kvloop.bench.tables import output_lines, ttft_table
 from kvloop.bench.turns import KvloopTurns
 from kvloop.stack import ProcessState, ProcessStatus, Stack
-from services.worker.engine_command import ENGINE_KEEP_ALIVE_SECONDS
+from services.worker.engine_command import CONNECTION_SECONDS
 
 _REHEARSAL_SCALE = 16
 _REHEARSAL_REPETITIONS = 3
@@ -127,7 +127,7 @@ async def _bare(pair: EnginePair, run_dir: Path) -> AsyncIterator[Ways]:
 @asynccontextmanager
 async def _session() -> AsyncIterator[aiohttp.ClientSession]:
     # As a sidecar keeps them: the bare protocol shall not have to connect anew either.
-    connections = aiohttp.TCPConnector(keepalive_timeout=0.8 * ENGINE_KEEP_ALIVE_SECONDS)
+    connections = aiohttp.TCPConnector(keepalive_timeout=CONNECTION_SECONDS)
     timeout = aiohttp.ClientTimeout(total=_TURN_SECONDS)
     async with aiohttp.ClientSession(connector=connections, timeout=timeout) as session:
         yield session

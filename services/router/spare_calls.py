@@ -120,8 +120,31 @@ class SpareCall(Generic[_Call]):
         self._timer = self._loop.call_later(seconds, callback, context=Context())
 
 
-class UnaryAhead(Generic[_Request, _Response]):
-    """A method with one answer. Each call of it takes the spare one if it can.
+class _Ahead(Generic[_Request, _Call]):
+    """A method of which a call is kept open. Each request takes that call if it can.
+
+    Args:
+        spare: the call.
+        serialize: makes bytes of a request.
+    """
+
+    def __init__(self, spare: SpareCall[_Call], serialize: Callable[[_Request], bytes]) -> None:
+        self._spare = spare
+        self._serialize = serialize
+
+    def close(self) -> None:
+        """No further calls will come: hold none ready."""
+        self._spare.close()
+
+    def _take(self, data: bytes) -> _Call | None:
+        """The spare call, if it may have the request; the next one is on its way."""
+        call = self._spare.take() if len(data) <= _LARGEST_BYTES else None
+        self._spare.refill()
+        return call
+
+
+class UnaryAhead(_Ahead[_Request, _UnaryCall[bytes, _Response]], Generic[_Request, _Response]):
+    """A method with one answer.
 
     Args:
         channel: to the server.
@@ -137,9 +160,9 @@ class UnaryAhead(Generic[_Request, _Response]):
         serialize: Callable[[_Request], bytes],
         deserialize: Callable[[bytes], _Response],
     ) -> None:
-        self._serialize = serialize
+        open_call = channel.stream_unary(method, _as_it_is, deserialize)
+        super().__init__(SpareCall(channel, open_call), serialize)
         self._call_now = channel.unary_unary(method, _as_it_is, deserialize)
-        self._spare = SpareCall(channel, channel.stream_unary(method, _as_it_is, deserialize))
 
     async def __call__(self, request: _Request, *, timeout_seconds: float) -> _Response:
         """Send a request and wait for its answer.
@@ -150,26 +173,20 @@ class UnaryAhead(Generic[_Request, _Response]):
             grpc.aio.AioRpcError: the call failed.
         """
         data = self._serialize(request)
-        call = self._spare.take() if len(data) <= _LARGEST_BYTES else None
+        call = self._take(data)
         if call is None:
-            answer = await self._call_now(data, timeout=timeout_seconds)
-            self._spare.refill()
-            return answer
+            return await self._call_now(data, timeout=timeout_seconds)
         try:
             async with asyncio.timeout(timeout_seconds):
-                await _send(self._spare, call, data)
+                await _send(call, data)
                 return await call
         except TimeoutError:
             raise _too_late() from None
         finally:
             call.cancel()  # without effect on a call that has ended
 
-    def close(self) -> None:
-        """No further calls will come: hold none ready."""
-        self._spare.close()
 
-
-class StreamAhead(Generic[_Request, _Response]):
+class StreamAhead(_Ahead[_Request, _StreamCall[bytes, _Response]], Generic[_Request, _Response]):
     """As `UnaryAhead`, for a method that answers with a stream."""
 
     def __init__(
@@ -179,9 +196,9 @@ class StreamAhead(Generic[_Request, _Response]):
         serialize: Callable[[_Request], bytes],
         deserialize: Callable[[bytes], _Response],
     ) -> None:
-        self._serialize = serialize
+        open_call = channel.stream_stream(method, _as_it_is, deserialize)
+        super().__init__(SpareCall(channel, open_call), serialize)
         self._call_now = channel.unary_stream(method, _as_it_is, deserialize)
-        self._spare = SpareCall(channel, channel.stream_stream(method, _as_it_is, deserialize))
 
     async def __call__(
         self, request: _Request, *, timeout_seconds: float
@@ -191,7 +208,7 @@ class StreamAhead(Generic[_Request, _Response]):
         Closing the generator cancels the call. Raises as `UnaryAhead` does.
         """
         data = self._serialize(request)
-        taken = self._spare.take() if len(data) <= _LARGEST_BYTES else None
+        taken = self._take(data)
         if taken is not None:
             async with aclosing(self._ask(taken, data, timeout_seconds)) as responses:
                 async for response in responses:
@@ -200,7 +217,6 @@ class StreamAhead(Generic[_Request, _Response]):
         call = self._call_now(data, timeout=timeout_seconds)
         try:
             async for response in call:
-                self._spare.refill()
                 yield response
         finally:
             call.cancel()  # without effect on a call that has ended
@@ -219,7 +235,7 @@ class StreamAhead(Generic[_Request, _Response]):
         try:
             # A call that is cancelled before its opening went out would never be sent.
             async with asyncio.timeout_at(ends):
-                await _send(self._spare, call, data)
+                await _send(call, data)
             limit = loop.call_at(ends, give_up)
             async for response in call:
                 yield response
@@ -235,22 +251,17 @@ class StreamAhead(Generic[_Request, _Response]):
                 limit.cancel()
             call.cancel()
 
-    def close(self) -> None:
-        """See `UnaryAhead.close`."""
-        self._spare.close()
-
 
 def _as_it_is(data: bytes) -> bytes:
     return data
 
 
-async def _send(spare: SpareCall[Any], call: _SendingCall, data: bytes) -> None:
+async def _send(call: _SendingCall, data: bytes) -> None:
     try:
         await call.write(data)
     except grpc.aio.AioRpcError as error:
         # gRPC says INTERNAL here, whatever ended the call.
         raise UnavailableError("the connection broke") from error
-    spare.refill()
     with suppress(grpc.aio.InternalError):  # the call has ended, and says itself how
         await call.done_writing()
 

@@ -21,7 +21,7 @@ from services.worker.clock import Clock, SystemClock
 from services.worker.commits import CommitLimits, TurnCommitter
 from services.worker.decode import DecodeLeg
 from services.worker.engine import Engine
-from services.worker.engine_command import ENGINE_KEEP_ALIVE_SECONDS
+from services.worker.engine_command import CONNECTION_SECONDS
 from services.worker.engine_process import EngineProcess
 from services.worker.event_hub import EventHub
 from services.worker.event_messages import Hello
@@ -120,7 +120,7 @@ async def build(
                     connect_timeout_seconds=settings.engine_connect_timeout_seconds,
                     keep_alive_seconds=KEEP_ALIVE_SECONDS
                     if process is None
-                    else 0.8 * ENGINE_KEEP_ALIVE_SECONDS,
+                    else CONNECTION_SECONDS,
                 )
             )
         model, hello = await until_ready(

@@ -39,6 +39,8 @@ Role = Literal["prefill", "decode"]
 ENGINE_KEEP_ALIVE_SECONDS = 75
 """How long an engine keeps idle connections, so that the next turn of a conversation
 need not open new ones."""
+CONNECTION_SECONDS = 0.8 * ENGINE_KEEP_ALIVE_SECONDS
+"""How long its clients keep them: no request shall meet one that the engine is closing."""
 
 
 @dataclass(frozen=True)

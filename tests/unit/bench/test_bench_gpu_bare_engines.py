@@ -13,11 +13,12 @@ import pytest
 from pydantic_settings import CliApp
 
 from bench.gpu.bare_engines import bare_start
-from bench.gpu.engines import EnginePair, Role, engine_pairs
+from bench.gpu.engines import EnginePair, engine_pairs
 from bench.gpu.models import model_config
 from kvloop.stack.plan import EntryPoints, ProcessSpec, plan_stack
 from kvloop.stack.ports import PortPool
 from services.worker import launcher
+from services.worker.engine_command import Role
 from services.worker.engine_events import EVENTS_SOCKET
 from services.worker.kv_layout import MODEL_RUNNER
 from services.worker.settings import WorkerSettings
