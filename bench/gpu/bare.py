@@ -114,7 +114,7 @@ class BareTurns:
             request,
             prompt,
             return_token_ids=self._last_ids or not request.last,
-            cache_salt=request.conversation,
+            cache_salt=request.cache_salt or request.conversation,
             **members,
         )
 

@@ -1,9 +1,8 @@
-"""Two vLLM servers for the bare protocol, with vLLM's own NixlConnector.
+"""Two vLLM servers for the bare protocol, without any code of kvloop.
 
 They are started as kvloop's sidecars start theirs, by the same code: with the same flags
-and environment, hence the same KV layout and the plugin that keeps decode streams short. Only the
-connector is another one, and with it goes what kvloop's does inside the engine: the proof,
-leases, and the wait of an empty step for what is about to arrive.
+and environment, hence the same KV layout, block size, model runner and UCX. But they have
+vLLM's own NixlConnector, and load no plugins.
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ from bench.gpu.engines import EnginePair
 from kvloop.errors import UnavailableError
 from kvloop.stack.plan import EntryPoints, ProcessSpec, plan_stack
 from kvloop.stack.ports import PortPool
+from services.worker.engine_events import EVENTS_SOCKET
 from services.worker.engine_process import EngineProcess, start_engine
 from services.worker.launcher import choose_platform, command_for, has_nvidia_gpu, import_root
 from services.worker.settings import WorkerSettings
 
 _START_SECONDS = 300.0
+_NO_PLUGINS = {"VLLM_PLUGINS": "none"}
 
 
 @dataclass(frozen=True)
@@ -81,21 +82,18 @@ async def bare_engines(pair: EnginePair, run_dir: Path) -> AsyncIterator[BareEng
 
 
 def bare_start(spec: ProcessSpec, root: Path) -> BareStart:
-    """How one server is started: as a sidecar would, but for the connector.
+    """How one server is started: as a sidecar would, but for the code of kvloop.
 
     Args:
         spec: the sidecar, as kvloop's stack would start it.
-        root: from where the engine can import kvloop's plugin.
+        root: from where a sidecar's engine would import kvloop's code.
     """
     flags = spec.argv[len(EntryPoints().worker) :]
     settings = CliApp.run(WorkerSettings, cli_args=list(flags))
     command, _ = command_for(settings, choose_platform(settings.platform, has_nvidia_gpu), root)
-    return BareStart(
-        _with_stock_connector(command.argv),
-        # With the name of a socket at which nobody listens: without it the plugin would
-        # leave vLLM as it is.
-        command.environment({**os.environ, **spec.env}),
-    )
+    environment = command.environment({**os.environ, **spec.env}) | _NO_PLUGINS
+    del environment[EVENTS_SOCKET]  # there is no sidecar
+    return BareStart(_with_stock_connector(command.argv), environment)
 
 
 def _with_stock_connector(argv: Sequence[str]) -> list[str]:

@@ -49,8 +49,6 @@ _ENVIRONMENT = {
 
 _TCP = {"UCX_TLS": "tcp,cuda_copy,self"}
 """What UCX falls back to where it sees no NVLink and may not use cuda_ipc."""
-_NO_PLUGINS = {"VLLM_PLUGINS": "none"}
-"""Leaves decode streams the whole prompt, as stock vLLM does."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,8 @@ class EnginePair:
         traced: whether kvloop's services send spans of turns that ask for it.
         lease_seconds: the sidecars' --pin-lease-seconds.
         compared: whether answers are compared, for which last turns ask for token ids.
-        bare: vLLM's own connector in the place of kvloop's, and no services beside them.
+        bare: without any code of kvloop: vLLM's own connector, no plugins, and no services
+            beside them.
     """
 
     name: str
@@ -153,19 +152,18 @@ def engine_pairs() -> dict[str, EnginePair]:
     tiny = ("--enforce-eager", "--max-model-len", "16384", *kv(2))
     float32 = ("--dtype", "float32", "--attention-backend", "TRITON_ATTN")
     q8_args = (*_DUMMY, *kv(12))
-    q8 = replace(_cold(pair("q8", "q8", q8_args)), traced=True)
+    # Decode retains three histories of 33k tokens at once, two of them under kvloop's pins,
+    # which may take half of its blocks. Prefill needs one prompt of the longest length.
+    q8 = replace(_cold(pair("q8", "q8", (*_DUMMY, *kv(22)))), traced=True)
+    q8 = replace(q8, prefill_args=(*q8.prefill_args, *kv(10)))
     q8_bare = replace(q8, name="q8-bare", bare=True, traced=False)
-    q8_stock = replace(
-        q8_bare,
-        name="q8-stock",
-        args=(*q8.args, "--block-size", "16"),
-        env=_ENVIRONMENT | _NO_PLUGINS,
-    )
+    q8_stock = replace(q8_bare, name="q8-stock", args=(*q8.args, "--block-size", "16"))
     q32 = pair("q32", "q32", (*_DUMMY, "--quantization", "fp8", *kv(21)))
     latent = ("--compilation-config", json.dumps(_DECODE_GRAPHS))
     a3b = pair("a3b", "a3b", (*_DUMMY, "--quantization", "fp8", *kv(8)))
+    # The same: three histories of 41k tokens.
     two_gpus = replace(
-        pair("q32-two-gpus", "q32", (*_DUMMY, *kv(40))), gpus=("0", "1"), traced=True
+        pair("q32-two-gpus", "q32", (*_DUMMY, *kv(52))), gpus=("0", "1"), traced=True
     )
     exact = replace(
         _cold(pair("tiny-float32", "tiny", (*tiny, *float32))),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from bench.gpu.added import bare_pairs
+from bench.gpu.added import Comparison, bare_pairs
 from bench.gpu.engine_times import EngineTimes
 from bench.gpu.observed import CLIENT, Book
 from bench.gpu.spans import SpanTimes
@@ -74,8 +74,10 @@ def hops(spans: Sequence[SpanTimes]) -> dict[str, float]:
     """Milliseconds of each hop of one turn, in order; they add up to its time at the client.
 
     A hop that the turn did not take, as to the ledger without reuse, is not there, and
-    what little it would have followed on counts for the next one. Nothing is told of a
-    turn whose legs are not all there.
+    what little it would have followed on counts for the next one. What went on beside the
+    turn's path is no hop: decode's sidecar prepares its request while prefill works, and a
+    hop that had ended when the one before it did takes no time. Nothing is told of a turn
+    whose legs are not all there.
 
     Args:
         spans: of one trace, the client's own among them.
@@ -87,20 +89,20 @@ def hops(spans: Sequence[SpanTimes]) -> dict[str, float]:
     for name, span_name, point in _HOPS:
         reached = _time(by_name.get(span_name), point)
         if reached is not None:
-            found[name] = (reached - at) / 1e6
-            at = reached
+            found[name] = max(reached - at, 0) / 1e6
+            at = max(reached, at)
     return found
 
 
-def breakdown(run: Run, reuse: str, book: Book) -> list[Row]:
+def breakdown(run: Run, compared: Comparison, book: Book) -> list[Row]:
     """The rows of one way's turns with a trace, then what engines said of all its turns.
 
     Args:
         run: rounds with a bare way beside it.
-        reuse: "on" or "off".
+        compared: which way, and with which bare one.
         book: what was seen of the turns.
     """
-    pairs = bare_pairs(run, reuse)
+    pairs = bare_pairs(run, compared)
     whole = [
         (taken, ours, bare)
         for ours, bare in pairs

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench.gpu.added import WAYS, added
+from bench.gpu.added import COMPARISONS, added
 from bench.gpu.checks import Check
 from bench.gpu.hops import Row, breakdown, sum_of_medians
 from bench.gpu.host import busy_cores, cpu_seconds, machine
 from bench.gpu.observed import Book
+from bench.gpu.reuse import missed_notes
 from kvloop.bench.cells import cells
 from kvloop.bench.files import cell_record, sample_records
 from kvloop.bench.outputs import OutputCheck
@@ -79,13 +80,15 @@ class Outcome:
         self._compare()
 
     def _compare(self) -> None:
-        """What kvloop adds, of all runs that have the bare protocol beside them."""
+        """Turns that did not reuse, and what kvloop adds to the bare protocol beside it."""
         self.notes = list(self.remarks)
         for name, run in self.runs.items():
-            self.notes += [f"{name}: {said}" for said in added(run, self.book.traced)]
-            for reuse in WAYS:
-                if rows := breakdown(run, reuse, self.book):
-                    self.breakdowns[f"{name} {reuse}"] = rows
+            said = [*missed_notes(run), *added(run, self.book.traced)]
+            self.notes += [f"{name}: {sentence}" for sentence in said]
+            for compared in filter(lambda one: one.has_legs, COMPARISONS):
+                if rows := breakdown(run, compared, self.book):
+                    title = f"{name} {compared.way}, {compared.bare}"
+                    self.breakdowns[title] = rows
 
     def columns(self) -> Iterator[dict[str, Sequence[Row]]]:
         """The breakdowns, so many at a time as fit on a line."""

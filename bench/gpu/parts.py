@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from bench.gpu.added import GATEWAY
+from bench.gpu.beside import beside_bare, observed, on_own_engines, through_kvloop
 from bench.gpu.checks import RenewalCheck, check_proof, check_release
-from bench.gpu.observed import ObservedTurns
+from bench.gpu.openings import sharing_openings
 from bench.gpu.outcome import Outcome
 from bench.gpu.ways import Bench, Ways
 from kvloop.bench.outputs import check_outputs
@@ -15,7 +15,6 @@ from kvloop.bench.rounds import RoundPlan, Variant
 from kvloop.bench.samples import Shape
 from kvloop.bench.slowdown import slowdown
 from kvloop.bench.traffic import TrafficPlan, traffic
-from kvloop.bench.turns import TurnRunner
 
 
 @dataclass(frozen=True)
@@ -79,39 +78,27 @@ async def near_ties(bench: Bench, found: Outcome) -> None:
 async def q8(bench: Bench, found: Outcome) -> None:
     """Qwen3-8B's shape, prefill cold, beside the bare protocol in the same rounds.
 
-    The bare protocol has engines like kvloop's, but for the connector. Every third of
-    kvloop's turns is traced. In the end turns follow idle time of several lengths, all of
-    them traced.
+    The bare protocol has engines with kvloop's flags and none of its code, and goes to
+    kvloop's own engines too. Every fourth of kvloop's turns is traced.
     """
-    await _beside_bare(bench, found, "q8", "q8-bare", {8192: 15, 16384: 9, 32768: 9})
-    ours = bench.ways["q8"]
-    bare, straight = _bare_way(bench, "q8-bare", ours)
-    # Nothing asks the engines anything between the idle time and the turn.
-    variants = [
-        replace(
-            _observed(bench, found, ways, name, turns, reuse=True, trace_every=every),
-            prefill=None,
-        )
-        for name, ways, turns, every in (
-            ("on", ours, ours.turns, 1),
-            ("bare-on", bare, straight, 0),
-        )
-    ]
-    for idle_seconds in (0.0, 0.05, 1.0):
-        plan = RoundPlan(
-            [bench.shape(8192, last_answer_tokens=4)],
-            repetitions=4,
-            warm_ups=0,
-            cold=False,
-            settle_seconds=idle_seconds,
-        )
-        name = f"q8-after-{idle_seconds:g}-s"
-        found.keep(name, await bench.rounds("q8-idle", variants, plan))
+    await _meet(bench, "q8")
+    repetitions = {8192: 16, 16384: 8, 32768: 8}
+    await beside_bare(bench, found, "q8", "q8-bare", repetitions, bare_off={8192})
+
+
+async def short(bench: Bench, found: Outcome) -> None:
+    """The same in less time: without 16k."""
+    await _meet(bench, "q8")
+    await beside_bare(bench, found, "q8", "q8-bare", {8192: 12, 32768: 6}, bare_off=())
 
 
 async def q8_stock(bench: Bench, found: Outcome) -> None:
-    """The same beside the bare protocol on stock engines: blocks of 16 tokens, no plugin."""
-    await _beside_bare(bench, found, "q8-stock", "q8-stock", {8192: 6, 32768: 6})
+    """The same beside the bare protocol on engines with blocks of 16 tokens, as vLLM has them."""
+    await _meet(bench, "q8")
+    repetitions = {8192: 6, 32768: 6}
+    await beside_bare(
+        bench, found, "q8-stock", "q8-stock", repetitions, own=False, bare_off=repetitions
+    )
 
 
 async def guard(bench: Bench, found: Outcome) -> None:
@@ -165,24 +152,28 @@ async def moe_gqa(bench: Bench, found: Outcome) -> None:
 async def two_gpus(bench: Bench, found: Outcome) -> None:
     """Qwen3-32B's shape in bf16, prefill and decode each on a GPU of its own.
 
-    The bare protocol runs on the same engines: a second pair does not fit. So the
-    connector's proof, well below 1 ms, is in its time too, and so is what kvloop
-    does to make engines faster. Turns are traced in a run of their own.
+    The bare protocol runs on the same engines, since a second pair does not fit: what it
+    is compared with is kvloop's services alone. All ways share the first turn, and prefill
+    is emptied before the second. Turns are traced in a run of their own.
     """
     await _meet(bench, "q32-two-gpus")
     ways = bench.ways["q32-two-gpus"]
-    variants = _observed_on_off(bench, found, ways, trace_every=0)
-    traced = [_observed(bench, found, ways, "on", ways.turns, reuse=True, trace_every=1)]
-    if ways.bare is not None:
-        bare = _observed(bench, found, ways, "bare-on", ways.bare, reuse=True)
-        variants.append(bare)
-        traced.append(bare)
-    variants += _over_http(ways)
-    for context in (24576, 40960):
-        plan = RoundPlan([bench.shape(context)], repetitions=6)
-        found.keep(f"two-gpus-{context}", await bench.rounds("two-gpus", variants, plan))
-    plan = RoundPlan([bench.shape(24576)], repetitions=5, warm_ups=0)
-    found.keep("two-gpus-hops", await bench.rounds("two-gpus-hops", traced, plan))
+    own = on_own_engines(bench, found, ways)
+    variants = sharing_openings([*through_kvloop(bench, found, ways), *own])
+    traced = sharing_openings([observed(bench, found, ways, "on", ways.turns, trace_every=1), *own])
+    for name, ways_taken, context, repetitions, warm_ups in (
+        ("two-gpus-24576", variants, 24576, 6, 1),
+        ("two-gpus-40960", variants, 40960, 5, 1),
+        ("two-gpus-hops", traced, 24576, 4, 0),
+    ):
+        plan = RoundPlan(
+            [bench.shape(context, last_answer_tokens=8)],
+            repetitions=repetitions,
+            warm_ups=warm_ups,
+            cold=False,
+            settle_seconds=0.2,
+        )
+        found.keep(name, await bench.rounds(name, ways_taken, plan))
 
 
 async def two_gpus_warm(bench: Bench, found: Outcome) -> None:
@@ -197,7 +188,8 @@ async def two_gpus_warm(bench: Bench, found: Outcome) -> None:
 async def two_gpus_crowd(bench: Bench, found: Outcome) -> None:
     """The same, prefill cold: eight conversations at once, and decode while it serves pulls."""
     await _meet(bench, "q32-two-gpus-cold")
-    await _eight(bench, found, "q32-two-gpus-cold", bench.shape(4096, 64, **_EIGHT))
+    shape = bench.shape(4096, 64, **{**_EIGHT, "turns": 2})
+    await _eight(bench, found, "q32-two-gpus-cold", shape, repetitions=2, others_warm_up=0)
     ways = bench.ways["q32-two-gpus-cold"]
     steady = TrafficPlan(requests=8, prompt_tokens=200, answer_tokens=384)
     async with traffic(
@@ -207,7 +199,8 @@ async def two_gpus_crowd(bench: Bench, found: Outcome) -> None:
         source=bench.source,
         clock=bench.clock,
     ) as seen:
-        run = await bench.rounds("serving", on_off(ways), _quick([bench.shape(24576)], 8))
+        plan = _quick([bench.shape(24576, last_answer_tokens=8)], 6, warm_ups=0)
+        run = await bench.rounds("serving", on_off(ways), plan)
     found.keep("serving", run)
     found.traffic["serving"] = slowdown(seen, run, prefill_legs_only=True).record()
 
@@ -216,6 +209,7 @@ PARTS = {
     "exact": Part(("tiny-float32",), exact),
     "near-ties": Part(("tiny-bfloat16",), near_ties),
     "q8": Part(("q8", "q8-bare"), q8),
+    "short": Part(("q8", "q8-bare"), short),
     "q8-stock": Part(("q8", "q8-stock"), q8_stock),
     "guard": Part(("q8-tcp",), guard),
     "crowd": Part(("q8",), crowd),
@@ -227,75 +221,7 @@ PARTS = {
     "two-gpus-warm": Part(("q32-two-gpus",), two_gpus_warm),
     "two-gpus-crowd": Part(("q32-two-gpus-cold",), two_gpus_crowd),
 }
-_TRACED = 3
-"""One turn of so many; tracing takes time, and what kvloop adds is told from the others."""
 _EIGHT = {"turns": 3, "conversations": 8, "last_answer_tokens": 64}
-
-
-def _observed(
-    bench: Bench,
-    found: Outcome,
-    ways: Ways,
-    name: str,
-    turns: TurnRunner,
-    *,
-    reuse: bool,
-    trace_every: int = 0,
-) -> Variant:
-    """A way of which the outcome's book keeps more than times at the client."""
-    observed = ObservedTurns(
-        turns, ways.watch, found.book, trace_every=trace_every, wall_clock=bench.wall_clock
-    )
-    return ways.variant(name, reuse=reuse, turns=observed)
-
-
-def _observed_on_off(
-    bench: Bench, found: Outcome, ways: Ways, *, trace_every: int
-) -> list[Variant]:
-    """With reuse and without; one in `trace_every` turns is traced, none if that is 0."""
-    return [
-        _observed(bench, found, ways, name, ways.turns, reuse=reuse, trace_every=trace_every)
-        for name, reuse in (("on", True), ("off", False))
-    ]
-
-
-def _over_http(ways: Ways) -> list[Variant]:
-    """With reuse, from the client that the bare protocol has."""
-    if ways.gateway is None:
-        return []
-    return [ways.variant(GATEWAY, reuse=True, turns=ways.gateway)]
-
-
-async def _beside_bare(
-    bench: Bench, found: Outcome, name: str, bare_name: str, repetitions: Mapping[int, int]
-) -> None:
-    """Off and on at some contexts, through kvloop and by the bare protocol.
-
-    Args:
-        bench: with the engines "q8".
-        found: gets the runs.
-        name: begins their names.
-        bare_name: of the engines of the bare protocol.
-        repetitions: by context.
-    """
-    await _meet(bench, "q8")
-    ours = bench.ways["q8"]
-    bare, straight = _bare_way(bench, bare_name, ours)
-    if bare is ours:
-        found.remarks.append(f"no {bare_name}: the bare protocol ran on kvloop's own engines")
-    variants = _observed_on_off(bench, found, ours, trace_every=_TRACED)
-    for way, reuse in (("bare-on", True), ("bare-off", False)):
-        variants.append(_observed(bench, found, bare, way, straight, reuse=reuse))
-    variants += _over_http(ours)
-    for context, count in repetitions.items():
-        plan = _quick([bench.shape(context)], count)
-        found.keep(f"{name}-{context}", await bench.rounds(name, variants, plan))
-
-
-def _bare_way(bench: Bench, name: str, ours: Ways) -> tuple[Ways, TurnRunner]:
-    """The engines of the bare protocol, and what takes turns on them; kvloop's if it has none."""
-    bare = bench.ways.get(name, ours)
-    return bare, bare.bare if bare is ours and bare.bare is not None else bare.turns
 
 
 async def _cold_contexts(bench: Bench, found: Outcome, name: str) -> None:
@@ -308,10 +234,27 @@ async def _cold_contexts(bench: Bench, found: Outcome, name: str) -> None:
         found.outputs[f"{name}-{context}"] = check_outputs(run)
 
 
-async def _eight(bench: Bench, found: Outcome, name: str, shape: Shape) -> None:
-    """Eight conversations at once, off and on: alone, then beside other requests."""
+async def _eight(
+    bench: Bench,
+    found: Outcome,
+    name: str,
+    shape: Shape,
+    *,
+    repetitions: int = 3,
+    others_warm_up: int = 1,
+) -> None:
+    """Eight conversations at once, off and on: alone, then beside other requests.
+
+    Args:
+        bench: with the engines.
+        found: gets the runs.
+        name: of the engines.
+        shape: of the conversations.
+        repetitions: of either; each has eight turns to take a median of.
+        others_warm_up: warm-ups beside other requests.
+    """
     ways = bench.ways[name]
-    plan = _quick([shape], 3)
+    plan = _quick([shape], repetitions)
     found.keep("eight", await bench.rounds("eight", on_off(ways), plan))
     others = TrafficPlan(requests=4, prompt_tokens=1000, answer_tokens=128)
     async with traffic(
@@ -321,7 +264,8 @@ async def _eight(bench: Bench, found: Outcome, name: str, shape: Shape) -> None:
         source=bench.source,
         clock=bench.clock,
     ) as seen:
-        run = await bench.rounds("eight-traffic", on_off(ways), plan)
+        beside = replace(plan, warm_ups=others_warm_up)
+        run = await bench.rounds("eight-traffic", on_off(ways), beside)
     found.keep("eight-traffic", run)
     found.traffic["eight-traffic"] = slowdown(seen, run).record()
 
@@ -336,9 +280,11 @@ async def _meet(bench: Bench, name: str) -> None:
     await bench.rounds(name, [ways.variant("on", reuse=True)], plan)
 
 
-def _quick(shapes: list[Shape], repetitions: int) -> RoundPlan:
+def _quick(shapes: list[Shape], repetitions: int, *, warm_ups: int = 1) -> RoundPlan:
     """For a prefill engine without a prefix cache: there is nothing to reset."""
-    return RoundPlan(shapes, repetitions=repetitions, cold=False, settle_seconds=0.15)
+    return RoundPlan(
+        shapes, repetitions=repetitions, warm_ups=warm_ups, cold=False, settle_seconds=0.15
+    )
 
 
 def _fresh(name: str, bench: Bench) -> str:

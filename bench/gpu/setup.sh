@@ -27,7 +27,7 @@ mkdir -p "$information"
 printf 'Metadata-Version: 2.1\nName: kvloop\nVersion: 0.1.0\n' >"$information/METADATA"
 cat >"$information/entry_points.txt" <<PLUGINS
 [vllm.general_plugins]
-kvloop = services.worker.engine_detokenizer:register
+kvloop = services.worker.engine_plugin:register
 kvloop-renewing = bench.gpu.renewing:register
 PLUGINS
 # The engine sees vLLM and kvloop's connector, and none of the packages of kvloop.

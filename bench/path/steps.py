@@ -10,7 +10,7 @@ from typing import Any
 
 from kvloop.requests import chat_request, generate_request
 from services.router.request import chat_turn, generate_turn
-from services.worker import handoff, legs, proof
+from services.worker import decode_body, handoff, legs, prefill_body, proof
 from services.worker.engine import Api
 
 _BLOCK_SIZE = 16
@@ -119,14 +119,13 @@ def _legs(
     ).encode()
 
     def prefill() -> bytes:
-        members = legs.parse_body(body, place)
-        legs.require_splittable(api, members)
-        return legs.prefill_body(api, members, turn_id="t", handle=handle)
+        head = prefill_body.read_prefill_body(api, body, place)
+        return head + prefill_body.rest_of_prefill_body(turn_id="t", handle=handle)
 
     def decode() -> bytes:
-        members = legs.parse_body(body, place)
+        read = decode_body.read_decode_body(api, body, whole=False, prompt=place)
         params = handoff.read_reply(reply).params
-        return legs.decode_body(api, members, turn_id="t", params=params, retain=True)
+        return read.head + decode_body.rest_of_body(turn_id="t", params=params, retain=True)
 
     return [
         Step("prefill sidecar", "make the leg's body with the handle", False, prefill),

@@ -23,9 +23,13 @@ import uvloop
 from bench.relay import replies
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+_UNKNOWN = -1
+"""Bytes that are missing of a body that says at its end that it ends."""
 _BURST = 64
 """Tokens that a fast stream writes before others get a turn, if the body does not say."""
 _END = b"\r\n\r\n"
+_CHUNKED = re.compile(rb"transfer-encoding: *chunked", re.IGNORECASE)
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 class FakeEngine:
@@ -50,6 +54,19 @@ class FakeEngine:
         if self.send_event is not None and turn_id:
             number = next(self._numbers)
             self.send_event(replies.finished_event(turn_id, number, len(body)))
+
+
+def _unchunked(body: bytes) -> bytes:
+    """What the chunks of a body hold."""
+    pieces: list[bytes] = []
+    at = 0
+    while True:
+        start = body.index(b"\r\n", at) + 2
+        size = int(body[at:start], 16)
+        if not size:
+            return b"".join(pieces)
+        pieces.append(body[start : start + size])
+        at = start + size + 2
 
 
 class Connection(asyncio.Protocol):
@@ -89,9 +106,16 @@ class Connection(asyncio.Protocol):
             self._path = head.split(b" ", 2)[1]
             found = _LENGTH.search(head)
             self._missing = int(found[1]) if found else 0
+            if _CHUNKED.search(head):
+                self._missing = _UNKNOWN
             if b"100-continue" in head.lower():
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._body.append(data)
+        if self._missing == _UNKNOWN:
+            if data.endswith(b"\n") and (body := b"".join(self._body)).endswith(_LAST_CHUNK):
+                self._missing = 0
+                self._answer(_unchunked(body))
+            return
         self._missing -= len(data)
         if not self._missing:
             self._answer(b"".join(self._body))

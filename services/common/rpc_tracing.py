@@ -31,7 +31,7 @@ def spans(tracing: Tracing, names: Mapping[str, str]) -> Sequence[AroundMethod]:
 
         @asynccontextmanager
         async def around(context: Context, request: object) -> AsyncIterator[None]:
-            headers = _said(request) or carried(context.invocation_metadata() or ())
+            headers = told_context(request) or carried(context.invocation_metadata() or ())
             with running(tracing.server_span(name, headers)):
                 yield
 
@@ -46,8 +46,8 @@ def trace_context() -> common_pb2.TraceContext | None:
     return common_pb2.TraceContext(**headers) if headers else None
 
 
-def _said(request: object) -> Mapping[str, str]:
-    """The trace context that stands in a request."""
+def told_context(request: object) -> Mapping[str, str]:
+    """The trace context that stands in a request, as headers."""
     said = getattr(request, "trace_context", None)
     if not isinstance(said, common_pb2.TraceContext):
         return NO_HEADERS

@@ -352,6 +352,7 @@ def _pipeline(
             metrics,
             connect_timeout_seconds=settings.connect_timeout_seconds,
             patience=patience,
+            ahead_bytes=settings.ahead_bytes,
         ),
         decode=DecodeLeg(
             pool,
@@ -359,6 +360,7 @@ def _pipeline(
             metrics,
             connect_timeout_seconds=settings.connect_timeout_seconds,
             patience=patience,
+            ahead_bytes=settings.ahead_bytes,
         ),
         ends=ends,
         clock=clock,

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import structlog
 
 from kvloop.compatibility import hand_over_obstacle
-from kvloop.errors import InternalError, KvloopError, UnavailableError
+from kvloop.errors import InternalError, KvloopError, PreconditionError, UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.common.tracing import child_span, current
@@ -16,12 +16,15 @@ from services.router.attempts import tell_of_failure
 from services.router.failures import is_rejection, params_unused, worker_is_down
 from services.router.metrics import Fallback, RouterMetrics
 from services.router.patience import Patience, SilenceGuard
+from services.router.preparation import NOT_PREPARED, Preparation, Prepared
 from services.router.routing import Routes
 from services.router.turn_state import Turn
-from services.router.worker_client import connect_in_time, prompt_span
+from services.router.worker_client import PreparedLeg, WorkerClient, connect_in_time, prompt_span
 from services.router.workers import WorkerPool
 
 _log = structlog.get_logger(__name__)
+_PAUSE_SECONDS = 0.002
+"""From the beginning of the prefill leg to the body for decode, which shall not be in its way."""
 
 
 class DecodeLeg:
@@ -34,6 +37,7 @@ class DecodeLeg:
         connect_timeout_seconds: how long to wait for a connection.
         patience: how long to wait for the chunks of a streamed answer. One that
             comes in one piece may take all of the turn's time.
+        ahead_bytes: bodies of at least so many bytes go ahead; 0: none do.
     """
 
     def __init__(
@@ -44,12 +48,14 @@ class DecodeLeg:
         *,
         connect_timeout_seconds: float,
         patience: Patience,
+        ahead_bytes: int = 0,
     ) -> None:
         self._pool = pool
         self._routes = routes
         self._metrics = metrics
         self._connect_timeout_seconds = connect_timeout_seconds
         self._patience = patience
+        self._ahead_bytes = ahead_bytes
 
     async def run(
         self, turn: Turn, worker: registry_pb2.Worker
@@ -79,54 +85,81 @@ class DecodeLeg:
                 async for chunk in chunks:
                     yield chunk
 
+    def prepare(self, turn: Turn, worker: registry_pb2.Worker) -> Preparation | None:
+        """Let a long body go ahead to the worker, which reads it while prefill works."""
+        if not 0 < self._ahead_bytes <= len(turn.request.body_json):
+            return None
+        client = self._pool.client_of(worker.worker_id)
+        if client is None:
+            return None
+
+        def send(client: WorkerClient, timeout_seconds: float) -> PreparedLeg | None:
+            return client.prepare_decode(_whole_leg(turn), timeout_seconds=timeout_seconds)
+
+        return Preparation(client, send, turn.deadline, pause_seconds=_PAUSE_SECONDS)
+
     async def _attempt(
         self, turn: Turn, worker: registry_pb2.Worker
     ) -> AsyncGenerator[Sequence[bytes], None]:
         turn.decode_worker = worker
-        clock = turn.deadline.clock
-        turn.decode_started = clock()
-        request = worker_pb2.DecodeRequest(
-            turn_id=turn.turn_id,
-            api=turn.request.api,
-            body_json=turn.request.body_json,
-            transfer_params_json=turn.transfer_params,
-            commit=turn.commit,
-            whole=turn.request.whole,
-            accept_batches=True,
-            prompt=prompt_span(turn.request),
-        )
+        turn.decode_started = turn.deadline.clock()
         # What comes first of an answer in one piece is the end of it, which tells
         # nothing of waiting and of reading the hand-over.
         facts = None if turn.request.whole else turn.facts
         with self._pool.use(worker.worker_id, facts) as client:
             await connect_in_time(client, turn.deadline, self._connect_timeout_seconds)
-            answer = client.decode(request, timeout_seconds=turn.deadline.hop_timeout())
-            async with self._guard(turn, worker) as guard, aclosing(answer) as events:
-                async for event in events:
-                    guard.heard()
-                    if event.HasField("summary"):
-                        turn.summary = event.summary
-                        guard.listens()
-                        continue
-                    if turn.first_chunk_at is None:
-                        turn.first_chunk_at = clock()
-                        if facts is not None:
-                            self._pool.first_chunk(worker.worker_id, facts)
-                        current().event("first_chunk")
-                    if not event.HasField("batch"):
-                        yield (event.chunk_json,)
-                    elif event.batch.HasField("summary"):
-                        turn.summary = event.batch.summary
-                        turn.last_chunks = event.batch.chunks_json
-                    else:
-                        yield event.batch.chunks_json
-                    guard.listens()
-            if turn.summary is None:
-                raise InternalError(
-                    f"decode worker {worker.worker_id} ended its answer without a summary",
-                    reason="ANSWER_INCOMPLETE",
-                    worker_id=worker.worker_id,
-                )
+            prepared = await self._is_prepared(turn, client)
+            while turn.summary is None:
+                leg = _rest_of_leg(turn) if prepared else _whole_leg(turn)
+                answer = client.decode(leg, timeout_seconds=turn.deadline.hop_timeout())
+                try:
+                    async with self._guard(turn, worker) as guard, aclosing(answer) as events:
+                        async for event in events:
+                            guard.heard()
+                            if chunks := self._heard(turn, worker, event):
+                                yield chunks
+                            guard.listens()
+                except PreconditionError as error:
+                    if not (prepared and error.reason == NOT_PREPARED):
+                        raise
+                    self._metrics.prepared("decode", Prepared.LOST)
+                    prepared = False
+                    continue
+                if turn.summary is None:
+                    raise InternalError(
+                        f"decode worker {worker.worker_id} ended its answer without a summary",
+                        reason="ANSWER_INCOMPLETE",
+                        worker_id=worker.worker_id,
+                    )
+
+    async def _is_prepared(self, turn: Turn, client: WorkerClient) -> bool:
+        """Whether the leg's body is at the worker already. Asked once per turn."""
+        preparation = turn.decode_ahead
+        if preparation is None or preparation.spent:
+            return False
+        outcome = await preparation.taken_by(client)
+        self._metrics.prepared("decode", outcome)
+        return outcome is Prepared.USED
+
+    def _heard(
+        self, turn: Turn, worker: registry_pb2.Worker, event: worker_pb2.DecodeResponse
+    ) -> Sequence[bytes]:
+        """Take in what the worker says; the chunks that go on."""
+        if event.HasField("summary"):
+            turn.summary = event.summary
+            return ()
+        if turn.first_chunk_at is None:
+            turn.first_chunk_at = turn.deadline.clock()
+            if not turn.request.whole:
+                self._pool.first_chunk(worker.worker_id, turn.facts)
+            current().event("first_chunk")
+        if not event.HasField("batch"):
+            return (event.chunk_json,)
+        if event.batch.HasField("summary"):
+            turn.summary = event.batch.summary
+            turn.last_chunks = event.batch.chunks_json
+            return ()
+        return event.batch.chunks_json
 
     def _guard(self, turn: Turn, worker: registry_pb2.Worker) -> SilenceGuard:
         first = self._patience.with_first_chunk(len(turn.request.body_json))
@@ -200,3 +233,26 @@ class DecodeLeg:
         if turn.transfer_params and not usable:
             turn.transfer_params = b""
             self._metrics.fell_back(Fallback.HANDOVER_DROPPED)
+
+
+def _whole_leg(turn: Turn) -> worker_pb2.DecodeRequest:
+    return worker_pb2.DecodeRequest(
+        turn_id=turn.turn_id,
+        api=turn.request.api,
+        body_json=turn.request.body_json,
+        transfer_params_json=turn.transfer_params,
+        commit=turn.commit,
+        whole=turn.request.whole,
+        accept_batches=True,
+        prompt=prompt_span(turn.request),
+    )
+
+
+def _rest_of_leg(turn: Turn) -> worker_pb2.DecodeRequest:
+    """What is left to say when the body has gone ahead."""
+    return worker_pb2.DecodeRequest(
+        turn_id=turn.turn_id,
+        transfer_params_json=turn.transfer_params,
+        accept_batches=True,
+        prepared=True,
+    )

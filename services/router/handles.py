@@ -8,7 +8,7 @@ if the caller hangs up or the ledger answers too late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -98,14 +98,22 @@ class HandleDesk:
 
     @asynccontextmanager
     async def open_turn(
-        self, key: common_pb2.ConversationKey, turn_id: str
+        self,
+        key: common_pb2.ConversationKey,
+        turn_id: str,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[OpenTurn]:
         """Open a turn; what is still in hand at the end of the block goes back.
 
         A ledger that fails or is slow gives a turn without number and handle.
+
+        Args:
+            key: the conversation.
+            turn_id: id of the turn.
+            meanwhile: called as soon as the ledger has been asked.
         """
         with child_span("take_handle") as span:
-            opened = await self._open(key, turn_id)
+            opened = await self._open(key, turn_id, meanwhile)
             span.tell({HANDLE_HIT: opened.held is not None})
             if opened.miss_reason == common_pb2.MISS_REASON_LEDGER_UNAVAILABLE:
                 span.fail("LEDGER_UNAVAILABLE")
@@ -123,13 +131,17 @@ class HandleDesk:
         if held is not None and held.in_hand:
             await self._return(key, turn_id, held.handle, HandleReturn.UNUSED)
 
-    async def _open(self, key: common_pb2.ConversationKey, turn_id: str) -> OpenTurn:
+    async def _open(
+        self, key: common_pb2.ConversationKey, turn_id: str, meanwhile: Callable[[], None]
+    ) -> OpenTurn:
         abandoned = asyncio.Event()
         task = self._tasks.create_task(
             self._take(key, turn_id, abandoned), name=f"take handle for {turn_id}"
         )
         answer: Opening | KvloopError = DeadlineError("the ledger did not answer in time")
         try:
+            await asyncio.sleep(0)  # the call goes out first
+            meanwhile()
             await asyncio.wait({task}, timeout=self._patience_seconds)
         except asyncio.CancelledError:
             abandoned.set()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvloop.common.v1 import common_pb2
 from services.router.breaker import BreakerState
 from services.router.moves import Move
+from services.router.preparation import Prepared
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
@@ -100,6 +102,12 @@ class RouterMetrics:
             "kvloop_router_handle_returns",
             "Handles that were taken and not used, by what became of them.",
             ["outcome"],
+            registry=registry,
+        )
+        self._prepared = Counter(
+            "kvloop_router_bodies_ahead",
+            "Bodies that were to go ahead of their leg, by what became of them.",
+            ["leg", "outcome"],
             registry=registry,
         )
         self._prompt_tokens = Counter(
@@ -237,6 +245,10 @@ class RouterMetrics:
     def handle_returned(self, outcome: HandleReturn) -> None:
         """Count one handle that was taken and not used."""
         self._returns.labels(outcome.value).inc()
+
+    def prepared(self, leg: Literal["prefill", "decode"], outcome: Prepared) -> None:
+        """Count one leg whose body was to go ahead."""
+        self._prepared.labels(leg, outcome.value).inc()
 
     def prefilled(self, report: common_pb2.PrefillReport, seconds: float) -> None:
         """Count what one prefill leg did."""

@@ -10,7 +10,7 @@ import structlog
 
 from kvloop.common.v1 import common_pb2
 from kvloop.compatibility import pull_obstacle
-from kvloop.errors import DeadlineError, KvloopError
+from kvloop.errors import DeadlineError, KvloopError, PreconditionError, UnavailableError
 from kvloop.kvmeta.v1 import ledger_pb2, registry_pb2
 from kvloop.worker.v1 import worker_pb2
 from services.common.span_attributes import miss_attributes, report_attributes
@@ -25,11 +25,17 @@ from services.router.handle_source import foreign_source
 from services.router.handles import HandleDesk, HeldHandle, OpenTurn
 from services.router.metrics import Fallback, RouterMetrics
 from services.router.patience import Patience, silent
+from services.router.preparation import NOT_PREPARED, Preparation, Prepared
 from services.router.receipt import miss_reason
 from services.router.routing import Routes
 from services.router.token_handover import takes_token_ids
 from services.router.turn_state import Turn
-from services.router.worker_client import connect_in_time, prompt_span
+from services.router.worker_client import (
+    PreparedLeg,
+    WorkerClient,
+    connect_in_time,
+    prompt_span,
+)
 from services.router.workers import WorkerPool
 
 _log = structlog.get_logger(__name__)
@@ -62,6 +68,7 @@ class PrefillLeg:
         metrics: counts departures from the plan.
         connect_timeout_seconds: how long to wait for a connection.
         patience: how long one attempt may take.
+        ahead_bytes: bodies of at least so many bytes go ahead; 0: none do.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class PrefillLeg:
         *,
         connect_timeout_seconds: float,
         patience: Patience,
+        ahead_bytes: int = 0,
     ) -> None:
         self._pool = pool
         self._routes = routes
@@ -80,6 +88,32 @@ class PrefillLeg:
         self._metrics = metrics
         self._connect_timeout_seconds = connect_timeout_seconds
         self._patience = patience
+        self._ahead_bytes = ahead_bytes
+
+    def prepare(self, turn: Turn) -> Preparation | None:
+        """Let a long body go ahead to the worker that is the right one as far as is known.
+
+        The handle may call for another, which then gets the body itself.
+        """
+        request = turn.request
+        if not 0 < self._ahead_bytes <= len(request.body_json):
+            return None
+        facts = self._routes.facts(request)
+        try:
+            decode = self._routes.decode(request.model, facts)
+        except UnavailableError:
+            return None
+        worker = self._routes.prefill(request.model, facts, decode=decode, holder=None)
+        client = self._pool.client_of(worker.worker_id) if worker is not None else None
+        if client is None:
+            return None
+
+        def send(client: WorkerClient, timeout_seconds: float) -> PreparedLeg | None:
+            leg = worker_pb2.PrefillRequest(turn_id=turn.turn_id)
+            _add_body(leg, turn)
+            return client.prepare_prefill(leg, timeout_seconds=timeout_seconds)
+
+        return Preparation(client, send, turn.deadline, pause_seconds=0)
 
     async def run(self, turn: Turn, opened: OpenTurn) -> None:
         """Fill in what the leg handed over, or leave it out.
@@ -169,26 +203,24 @@ class PrefillLeg:
     async def _attempt(
         self, turn: Turn, worker: registry_pb2.Worker, held: HeldHandle | None
     ) -> None:
-        request = worker_pb2.PrefillRequest(
-            turn_id=turn.turn_id,
-            api=turn.request.api,
-            body_json=turn.request.body_json,
-            prompt=prompt_span(turn.request),
-            hand_token_ids_over=takes_token_ids(turn.request, turn.decode_worker),
-        )
         facts = turn.facts if held is not None else turn.facts.without_handle()
         with self._pool.use(worker.worker_id, facts) as client:
             await connect_in_time(client, turn.deadline, self._connect_timeout_seconds)
             patience = self._patience.with_prefill(len(turn.request.body_json))
             timeout = turn.deadline.hop_timeout(patience)
+            leg = worker_pb2.PrefillRequest(
+                turn_id=turn.turn_id,
+                hand_token_ids_over=takes_token_ids(turn.request, turn.decode_worker),
+                prepared=await self._is_prepared(turn, client),
+            )
             if held is not None:
-                request.transfer_params_json = held.show()
-                request.engine.CopyFrom(held.handle.engine)
+                leg.transfer_params_json = held.show()
+                leg.engine.CopyFrom(held.handle.engine)
                 if held.handle.HasField("deadline_extension"):
-                    request.deadline_extension.CopyFrom(held.handle.deadline_extension)
+                    leg.deadline_extension.CopyFrom(held.handle.deadline_extension)
                 turn.handle_hit = True
             try:
-                response = await client.prefill(request, timeout_seconds=timeout)
+                response = await self._prefill(turn, client, leg, timeout)
             except KvloopError as error:
                 if held is not None and params_unused(error):
                     held.unshow()
@@ -203,6 +235,28 @@ class PrefillLeg:
         if not response.transfer_params_json:
             self._metrics.fell_back(Fallback.NO_HANDOVER)
             _log.warning("no_handover", turn_id=turn.turn_id, worker_id=worker.worker_id)
+
+    async def _is_prepared(self, turn: Turn, client: WorkerClient) -> bool:
+        """Whether the leg's body is at the worker already. Asked once per turn."""
+        if turn.prefill_ahead is None or turn.prefill_ahead.spent:
+            return False
+        outcome = await turn.prefill_ahead.taken_by(client)
+        self._metrics.prepared("prefill", outcome)
+        return outcome is Prepared.USED
+
+    async def _prefill(
+        self, turn: Turn, client: WorkerClient, leg: worker_pb2.PrefillRequest, seconds: float
+    ) -> worker_pb2.PrefillResponse:
+        if leg.prepared:
+            try:
+                return await client.prefill(leg, timeout_seconds=seconds)
+            except PreconditionError as error:
+                if error.reason != NOT_PREPARED:
+                    raise
+            self._metrics.prepared("prefill", Prepared.LOST)
+            leg.prepared = False
+        _add_body(leg, turn)
+        return await client.prefill(leg, timeout_seconds=seconds)
 
     def _note(
         self,
@@ -238,3 +292,10 @@ class PrefillLeg:
             return None
         found = usable_holder(opened.held.handle, self._pool)
         return found if isinstance(found, registry_pb2.Worker) else None
+
+
+def _add_body(leg: worker_pb2.PrefillRequest, turn: Turn) -> None:
+    leg.api = turn.request.api
+    leg.body_json = turn.request.body_json
+    if (prompt := prompt_span(turn.request)) is not None:
+        leg.prompt.CopyFrom(prompt)

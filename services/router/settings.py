@@ -97,6 +97,10 @@ class RouterSettings(ServerTlsSettings, PeerTlsSettings, TracingSettings):
         "expected_ttft"
     )
     """How workers are chosen; see docs/routing.md."""
+    ahead_bytes: int = Field(default=16 * 1024, ge=0)
+    """Bodies of at least so many bytes go ahead: to the prefill worker while the ledger is
+    asked, to the decode worker while prefill works. Their engines read them meanwhile.
+    0: none do. Shorter ones would gain less than they cost."""
     worker_failures: int = Field(default=5, ge=1)
     """Turns in a row that fail on a worker that can be reached before it is avoided.
     One that cannot be reached is avoided at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 
 from kvloop.common.v1 import common_pb2
@@ -136,6 +136,10 @@ class TurnPipeline:
         except Exception:
             self._ends.broke(turn)
             raise
+        finally:
+            for ahead in (turn.prefill_ahead, turn.decode_ahead):
+                if ahead is not None:
+                    ahead.close()
         yield end
 
     def new_turn_id(self) -> str:
@@ -160,7 +164,7 @@ class TurnPipeline:
         if request.history is not None and not request.conversation_id:
             return await self._recognised(turn, request.history)
         turn.key = conversation_key(request.tenant, request.model, request.conversation_id)
-        async with self._handles.open_turn(turn.key, turn.turn_id) as opened:
+        async with self._opened(turn, turn.key) as opened:
             turn.number = opened.number
             turn.miss_reason = opened.miss_reason
             turn.commit = worker_pb2.TurnRef(key=turn.key, turn=turn.number)
@@ -177,11 +181,20 @@ class TurnPipeline:
             turn.miss_reason = common_pb2.MISS_REASON_FIRST_TURN
             return await self._prefilled(turn, OpenTurn(0, None, turn.miss_reason, ""))
         turn.key = conversation_key(request.tenant, request.model, history.conversation_id)
-        async with self._handles.open_turn(turn.key, turn.turn_id) as opened:
+        async with self._opened(turn, turn.key) as opened:
             turn.miss_reason = opened.miss_reason
             if opened.miss_reason == common_pb2.MISS_REASON_FIRST_TURN:
                 turn.miss_reason = common_pb2.MISS_REASON_HISTORY_UNKNOWN
             return await self._prefilled(turn, opened)
+
+    def _opened(
+        self, turn: Turn, key: common_pb2.ConversationKey
+    ) -> AbstractAsyncContextManager[OpenTurn]:
+        def meanwhile() -> None:
+            if turn.request.options.single_leg_feature is None:
+                turn.prefill_ahead = self._prefill.prepare(turn)
+
+        return self._handles.open_turn(key, turn.turn_id, meanwhile)
 
     async def _prefilled(self, turn: Turn, opened: OpenTurn) -> registry_pb2.Worker:
         held = opened.held.handle if opened.held is not None else ledger_pb2.Handle()
@@ -195,5 +208,6 @@ class TurnPipeline:
         turn.decode_worker = worker
         turn.move = self._routes.move(turn.request.model, turn.facts, worker.worker_id)
         if turn.request.options.single_leg_feature is None:
+            turn.decode_ahead = self._decode.prepare(turn, worker)
             await self._prefill.run(turn, opened)
         return worker

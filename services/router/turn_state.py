@@ -12,6 +12,7 @@ from services.common.tracing import Span, current
 from services.router.deadline import Deadline
 from services.router.moves import Move
 from services.router.policy import TurnFacts
+from services.router.preparation import Preparation
 from services.router.request import TurnRequest
 
 
@@ -58,6 +59,10 @@ class Turn:
     prefill_seconds: float = 0.0
     """Duration of the prefill leg, repeats included."""
 
+    prefill_ahead: Preparation | None = None
+    """The prefill leg's body, which goes ahead while the ledger is asked; None: it does not."""
+    decode_ahead: Preparation | None = None
+    """The decode leg's body, which goes ahead while prefill works; None: it does not."""
     decode_started: float | None = None
     """Reading of the clock when the decode leg began."""
     first_chunk_at: float | None = None

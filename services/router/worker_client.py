@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -17,6 +17,18 @@ from services.router.deadline import Deadline
 from services.router.failures import WORKER_LOST, WORKER_UNREACHABLE
 from services.router.request import TurnRequest
 from services.router.spare_calls import StreamAhead, UnaryAhead
+
+
+class PreparedLeg(Protocol):
+    """A leg's body that was sent ahead."""
+
+    async def waits(self) -> bool:
+        """Whether the worker has it, as far as is known."""
+        ...
+
+    def cancel(self) -> None:
+        """Give it up, unless the leg has it. May be called again."""
+        ...
 
 
 class WorkerClient(Protocol):
@@ -46,6 +58,22 @@ class WorkerClient(Protocol):
         self, request: worker_pb2.DecodeRequest, *, timeout_seconds: float
     ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
         """Run the decode leg: chunks, then one summary."""
+        ...
+
+    def prepare_prefill(
+        self, leg: worker_pb2.PrefillRequest, *, timeout_seconds: float
+    ) -> PreparedLeg | None:
+        """Send a prefill leg's body ahead. None if the worker is not connected, or cannot.
+
+        The leg itself then goes with `prepared`, and raises PreconditionError
+        NOT_PREPARED if the worker turns out not to have the body.
+        """
+        ...
+
+    def prepare_decode(
+        self, leg: worker_pb2.DecodeRequest, *, timeout_seconds: float
+    ) -> PreparedLeg | None:
+        """The same for a decode leg."""
         ...
 
     async def count_tokens(
@@ -92,6 +120,36 @@ def prompt_span(request: TurnRequest) -> worker_pb2.Span | None:
 
 
 _SERVICE = "/kvloop.worker.v1.WorkerService"
+_READY = grpc.ChannelConnectivity.READY
+
+
+class _Prepared:
+    """A call of PreparePrefill or PrepareDecode, which ends when the leg has the body.
+
+    Args:
+        call: the call.
+        unable: told if the worker is of a version that does not know it.
+    """
+
+    def __init__(
+        self,
+        call: grpc.aio.UnaryUnaryCall[Any, Any],
+        unable: Callable[[], None],
+    ) -> None:
+        self._call = call
+        self._unable = unable
+
+    async def waits(self) -> bool:
+        """See `PreparedLeg.waits`."""
+        if not self._call.done():
+            return True
+        if await self._call.code() is grpc.StatusCode.UNIMPLEMENTED:
+            self._unable()
+        return False
+
+    def cancel(self) -> None:
+        """See `PreparedLeg.cancel`."""
+        self._call.cancel()
 
 
 class GrpcWorkerClient:
@@ -113,6 +171,7 @@ class GrpcWorkerClient:
             worker_pb2.DecodeRequest.SerializeToString,
             worker_pb2.DecodeResponse.FromString,
         )
+        self._prepares = True
 
     def expect_no_more(self) -> None:
         """See `WorkerClient.expect_no_more`."""
@@ -126,7 +185,7 @@ class GrpcWorkerClient:
         broke after the request was sent. Only the channel's state tells whether
         a handle may still be used elsewhere.
         """
-        if self._channel.get_state() is grpc.ChannelConnectivity.READY:
+        if self._channel.get_state() is _READY:
             return  # as nearly always: no timer is needed
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -156,6 +215,35 @@ class GrpcWorkerClient:
                     yield response
         except (grpc.RpcError, UnavailableError) as error:
             raise self._typed(error) from error
+
+    def prepare_prefill(
+        self, leg: worker_pb2.PrefillRequest, *, timeout_seconds: float
+    ) -> PreparedLeg | None:
+        """See `WorkerClient.prepare_prefill`."""
+        if not self._can_prepare:
+            return None
+        _trace(leg)
+        request = worker_pb2.PreparePrefillRequest(leg=leg)
+        call = self._stub.PreparePrefill(request, timeout=timeout_seconds)
+        return _Prepared(call, self._prepare_no_more)
+
+    def prepare_decode(
+        self, leg: worker_pb2.DecodeRequest, *, timeout_seconds: float
+    ) -> PreparedLeg | None:
+        """See `WorkerClient.prepare_decode`."""
+        if not self._can_prepare:
+            return None
+        _trace(leg)
+        request = worker_pb2.PrepareDecodeRequest(leg=leg)
+        call = self._stub.PrepareDecode(request, timeout=timeout_seconds)
+        return _Prepared(call, self._prepare_no_more)
+
+    @property
+    def _can_prepare(self) -> bool:
+        return self._prepares and self._channel.get_state() is _READY
+
+    def _prepare_no_more(self) -> None:
+        self._prepares = False
 
     async def count_tokens(
         self, request: worker_pb2.CountTokensRequest, *, timeout_seconds: float

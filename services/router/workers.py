@@ -247,6 +247,11 @@ class WorkerPool:
         with life.use(facts, is_leg=is_leg) as client:
             yield client
 
+    def client_of(self, worker_id: str) -> WorkerClient | None:
+        """The worker's client, for what may get lost: nothing waits for it. None: it has left."""
+        life = self._lives.get(worker_id)
+        return life.client if life is not None else None
+
     def prefilled(self, worker_id: str, facts: TurnFacts, report: common_pb2.PrefillReport) -> None:
         """Learn from a prefill leg in `use` that has ended well."""
         if (life := self._lives.get(worker_id)) is not None:

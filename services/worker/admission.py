@@ -28,8 +28,7 @@ class Admission:
         Raises:
             UnavailableError: DRAINING, no new legs are taken.
         """
-        if self.draining:
-            raise UnavailableError("the worker is draining", reason="DRAINING")
+        self.require_open()
         self.in_flight += 1
         self._metrics.legs_in_flight.inc()
         try:
@@ -37,6 +36,15 @@ class Admission:
         finally:
             self.in_flight -= 1
             self._metrics.legs_in_flight.dec()
+
+    def require_open(self) -> None:
+        """Refuse if no new legs are taken.
+
+        Raises:
+            UnavailableError: DRAINING.
+        """
+        if self.draining:
+            raise UnavailableError("the worker is draining", reason="DRAINING")
 
     def drain(self) -> None:
         """Take no new legs from now on."""

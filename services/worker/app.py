@@ -19,7 +19,7 @@ from services.worker import events
 from services.worker.admission import Admission
 from services.worker.clock import Clock, SystemClock
 from services.worker.commits import CommitLimits, TurnCommitter
-from services.worker.decode import DecodeLeg
+from services.worker.decode import DecodeLeg, DecodeOrder
 from services.worker.engine import Engine
 from services.worker.engine_command import CONNECTION_SECONDS
 from services.worker.engine_process import EngineProcess
@@ -30,7 +30,8 @@ from services.worker.launcher import launch
 from services.worker.ledger import GrpcLedger, Ledger
 from services.worker.metrics import WorkerMetrics
 from services.worker.pin_ledger import GrpcPinLedger, PinLedger
-from services.worker.prefill import PrefillLeg
+from services.worker.prefill import PrefillLeg, PrefillOrder
+from services.worker.preparations import Preparations
 from services.worker.pull_costs import GuardLimits, PullCosts
 from services.worker.readiness import until_ready, watch_health, watch_process
 from services.worker.registration import Registration
@@ -173,6 +174,13 @@ async def build(
                 settle_timeout_seconds=settings.settle_timeout_seconds,
             ),
         )
+        limit = settings.prepared_legs_limit
+        prepared_prefill = Preparations[PrefillOrder](
+            engine, lambda _: False, admission, counters, tasks, limit=limit
+        )
+        prepared_decode = Preparations[DecodeOrder](
+            engine, hub.watches, admission, counters, tasks, limit=limit
+        )
         costs = PullCosts(lambda: hub.identity, clock, counters, _guard_limits(settings))
         service = WorkerService(
             WorkerParts(
@@ -185,6 +193,8 @@ async def build(
                 costs=costs,
                 prefill=PrefillLeg(engine, costs, counters),
                 decode=DecodeLeg(engine, hub, committer, counters),
+                prepared_prefill=prepared_prefill,
+                prepared_decode=prepared_decode,
                 record=record,
             )
         )
@@ -204,6 +214,8 @@ async def build(
 
         async def drain() -> None:
             admission.drain()
+            prepared_prefill.drain()
+            prepared_decode.drain()
             await registration.drain()
 
         stack.push_async_callback(drain)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,19 +15,12 @@ from services.worker import chunks, response_events
 from services.worker.answer import AnswerReader
 from services.worker.chunks import Chunk, Usage
 from services.worker.commits import CommitOutcome, CommitResult, TurnCommitter
-from services.worker.engine import DONE, Api, Engine
+from services.worker.decode_body import DecodeBody, rest_of_body
+from services.worker.engine import DONE, Api, BegunRequest, Engine
 from services.worker.event_hub import EventHub, TurnWatch
 from services.worker.ledger import Conversation
-from services.worker.legs import (
-    Prompt,
-    decode_body,
-    parse_body,
-    require_splittable,
-    unsplittable_field,
-    wants_usage_chunk,
-    whole_decode_body,
-)
 from services.worker.metrics import WorkerMetrics
+from services.worker.prepared_request import finish
 
 _log = structlog.get_logger(__name__)
 
@@ -38,8 +31,8 @@ class DecodeOrder:
 
     turn_id: str
     api: Api
-    body: bytes
-    """The client's body, a JSON object."""
+    body: DecodeBody
+    """The client's body, without params."""
     params: bytes
     """What the prefill leg handed over; empty if there was none."""
     conversation: Conversation | None
@@ -49,8 +42,14 @@ class DecodeOrder:
     from them and the answer; empty if it has an id."""
     whole: bool = False
     """Ask the engine for its reply in one piece."""
-    prompt: Prompt | None = None
-    """Where the body has its prompt, if that is known to be well formed."""
+    begun: BegunRequest | None = None
+    """The request to the engine, if it has the body without params already. Whoever
+    gives the order closes it."""
+
+    @property
+    def head(self) -> bytes:
+        """See `DecodeBody.head`."""
+        return self.body.head
 
 
 @dataclass(frozen=True)
@@ -152,24 +151,19 @@ class DecodeLeg:
             KvloopError: as for the Engine port, also in the middle.
         """
         form = _FORMS[order.api]
-        members = parse_body(order.body, order.prompt)
         if order.params:
-            require_splittable(order.api, members)
+            order.body.require_splittable()
         # Several sequences would leave several handles, of which the next turn
         # continues one at most.
-        retain = order.conversation is not None and not unsplittable_field(order.api, members)
-        make_body = whole_decode_body if order.whole else decode_body
-        body = make_body(
-            order.api, members, turn_id=order.turn_id, params=order.params, retain=retain
-        )
-        forward_usage = order.whole or wants_usage_chunk(order.api, members)
+        retain = order.conversation is not None and order.body.unsplittable is None
+        rest = rest_of_body(turn_id=order.turn_id, params=order.params, retain=retain)
         usage = Usage()
         commit: CommitResult | None = None
         answer = form.reader() if order.history and retain else None
-        passage = _Passage(forward_usage=forward_usage)
+        passage = _Passage(forward_usage=order.body.forward_usage)
         with self._hub.watch(order.turn_id) as watch:
             try:
-                async with aclosing(self._arrivals(order, body, form)) as arrivals:
+                async with aclosing(self._arrivals(order, rest, form)) as arrivals:
                     async for arrived in arrivals:
                         for chunk in arrived:
                             usage = chunk.usage or usage
@@ -192,15 +186,29 @@ class DecodeLeg:
         yield DecodeSummary(usage, commit, passage.ending)
 
     async def _arrivals(
-        self, order: DecodeOrder, body: bytes, form: _Form
+        self, order: DecodeOrder, rest: bytes, form: _Form
     ) -> AsyncGenerator[Iterable[Chunk], None]:
         """Chunks that arrived together; each is read when it is its turn."""
         if order.whole:
-            yield (form.read_whole(await self._engine.complete(order.api, body)),)
+            yield (form.read_whole(await self._complete(order, rest)),)
             return
-        async with self._engine.stream(order.api, body) as batches:
+        async with await self._stream(order, rest) as batches:
             async for batch in batches:
                 yield (form.read_event(payload) for payload in batch if payload != DONE)
+
+    async def _complete(self, order: DecodeOrder, rest: bytes) -> bytes:
+        begun = await finish(order.begun, rest, self._metrics)
+        if begun is not None:
+            return await begun.complete()
+        return await self._engine.complete(order.api, order.head + rest)
+
+    async def _stream(
+        self, order: DecodeOrder, rest: bytes
+    ) -> AbstractAsyncContextManager[AsyncIterator[Sequence[bytes]]]:
+        begun = await finish(order.begun, rest, self._metrics)
+        if begun is not None:
+            return begun.stream()
+        return self._engine.stream(order.api, order.head + rest)
 
     async def _commit(
         self, watch: TurnWatch, order: DecodeOrder, retain: bool, answer: _Reader | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -49,6 +49,40 @@ class EngineGauges:
     """Share of its KV blocks in use, 0 to 1."""
 
 
+class BegunRequest(Protocol):
+    """A request of which the engine gets the beginning before the rest is known.
+
+    Somebody runs it; somebody else finishes it, and then reads the reply once, by
+    `stream` or `complete`. Whoever has it last closes it.
+    """
+
+    async def run(self) -> None:
+        """Send the beginning, and the rest when it is there. Returns when the reply has
+        begun, or surely will not. Never fails: `finish` does. Cancelling it closes the
+        connection, unless the reply has begun."""
+
+    async def finish(self, rest: bytes) -> bool:
+        """Give the rest, and wait until the reply begins. Cancelling it is as `close`.
+
+        Returns:
+            False if the engine surely did not get the whole request: it was not reached,
+            the connection broke, or it refused what it had of it.
+
+        Raises:
+            KvloopError: as for the Engine port.
+        """
+
+    def stream(self) -> AbstractAsyncContextManager[AsyncIterator[Sequence[bytes]]]:
+        """Receive the reply as `Engine.stream` does, with all that holds for it."""
+
+    async def complete(self) -> bytes:
+        """The whole reply, as `Engine.complete` returns it."""
+
+    def close(self) -> None:
+        """Give it up: the connection is closed at once, unless the reply was read to its
+        end. May be called again, and before `run`."""
+
+
 class Engine(Protocol):
     """What the sidecar asks of vLLM.
 
@@ -76,6 +110,15 @@ class Engine(Protocol):
         The iterator gives the data of the events that arrived together, down to
         and including `[DONE]`. A stream that ends before is ENGINE_LOST. Streams
         of responses have no `[DONE]`: they end with the body of the reply.
+        """
+
+    def begin(self, api: Api, head: bytes, headers: Mapping[str, str]) -> BegunRequest:
+        """Begin a request whose body is not all there yet. Never fails.
+
+        Args:
+            api: endpoint to ask.
+            head: beginning of the body; with `}` behind it, it is a JSON object.
+            headers: what the request carries besides, such as a trace's context.
         """
 
     async def models(self) -> Sequence[EngineModel]:

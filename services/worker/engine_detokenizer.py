@@ -6,8 +6,8 @@ of that with the first token, which takes about 0.3 µs per token of the prompt,
 before the first token is sent. Only the prompt's end matters, so here the stream
 gets no more than that.
 
-vLLM loads this as a plugin (entry point `vllm.general_plugins`) in each of its processes.
-Runs inside vLLM: imports only the standard library, vLLM, and a sibling that does the same.
+Part of kvloop's plugin of vLLM (engine_plugin.py).
+Runs inside vLLM: imports only the standard library, vLLM, and siblings that do the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.worker.engine_events import EVENTS_SOCKET
+from services.worker.engine_log import logger, said_once
 
 TAIL_TOKENS = (16, 128, 1024)
 """Lengths of the prompt's end that are tried, shortest first."""
@@ -29,11 +30,10 @@ _PANIC = ("pyo3_runtime", "PanicException")
 
 _USED = "kvloop: decode streams get the end of a prompt alone"
 _UNABLE = "kvloop: the end of a prompt cannot be decoded by itself; prompts are decoded whole"
-_logger = logging.getLogger("vllm.kvloop")
 
 
 def register() -> None:
-    """vLLM's plugin: shorten the prompts of decode streams in this process.
+    """Shorten the prompts of decode streams in this process.
 
     Without a sidecar beside the engine vLLM is left as it is.
     """
@@ -42,7 +42,7 @@ def register() -> None:
     try:
         from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
     except ImportError:
-        _logger.warning("kvloop: this vLLM has another detokenizer; prompts are decoded whole")
+        logger.warning("kvloop: this vLLM has another detokenizer; prompts are decoded whole")
         return
     start_with_tail(FastIncrementalDetokenizer)
 
@@ -58,13 +58,7 @@ def start_with_tail(detokenizer: type) -> None:
     if hasattr(original, "kvloop_original"):
         return  # vLLM may load plugins more than once
 
-    told: set[str] = set()
-
-    def tell(level: int, text: str) -> None:
-        # With the first request: plugins are loaded before vLLM sets up its logs.
-        if text not in told:
-            told.add(text)
-            _logger.log(level, text)
+    say = said_once()
 
     def init(self: Any, tokenizer: Any, request: Any) -> None:
         try:
@@ -73,10 +67,10 @@ def start_with_tail(detokenizer: type) -> None:
             # Another kind of tokenizer, say: no reason to fail a request, let alone the engine.
             if not isinstance(error, Exception) and not _is_panic(error):
                 raise
-            tell(logging.WARNING, _UNABLE)
+            say(logging.WARNING, _UNABLE)
             shortened = request
         else:
-            tell(logging.INFO, _USED)
+            say(logging.INFO, _USED)
         original(self, tokenizer, shortened)
 
     init.kvloop_original = original  # type: ignore[attr-defined]

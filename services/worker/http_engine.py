@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
 
 from services.common import tracing
-from services.worker import engine_errors
-from services.worker.engine import DONE, Api, EngineGauges, EngineModel, TokenCount
-from services.worker.sse import SseParser
+from services.worker.begun_request import HttpBegunRequest
+from services.worker.engine import Api, EngineGauges, EngineModel, TokenCount
+from services.worker.engine_front import HEAD_HEADER
+from services.worker.http_replies import (
+    ENGINE_ANSWERED,
+    ENGINE_ASKED,
+    read,
+    streamed,
+    typed_errors,
+)
 
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 _STREAMED_BODY_BYTES = 512 * 1024
-_DRAIN_SECONDS = 0.5
-"""How long the end of the HTTP body may follow `[DONE]`; the connection is kept
-for the next request only if it is seen."""
 KEEP_ALIVE_SECONDS = 2.0
 """How long idle connections are kept by default. Shorter than vLLM's own 5 s, so that
 a request never goes out on a connection that the engine is closing."""
-
-ENGINE_ASKED = "engine_asked"
-"""Event of a leg's span: the request is about to be written."""
-ENGINE_ANSWERED = "engine_answered"
-"""Event of a leg's span: the reply, or the first event of a stream, is read."""
 
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
@@ -67,11 +65,11 @@ class HttpEngine:
         """Send a request and return the whole reply."""
         span = tracing.current()
         span.event(ENGINE_ASKED)
-        with self._typed_errors():
+        with typed_errors(self._url):
             async with self._session.post(
-                self._url + api, data=_payload(body), headers=span.headers()
+                self._url + api, data=_payload(body), headers=_headers(api, body, span.headers())
             ) as reply:
-                answer = await _read(reply)
+                answer = await read(reply)
         span.event(ENGINE_ANSWERED)
         return answer
 
@@ -80,18 +78,17 @@ class HttpEngine:
         """Send a request and receive its events as they come."""
         span = tracing.current()
         span.event(ENGINE_ASKED)
-        with self._typed_errors():
+        with typed_errors(self._url):
             reply = await self._session.post(
-                self._url + api, data=_payload(body), headers=span.headers()
+                self._url + api, data=_payload(body), headers=_headers(api, body, span.headers())
             )
-        try:
-            if reply.status >= 400:
-                with self._typed_errors():
-                    raise engine_errors.from_reply(reply.status, await reply.read())
-            async with aclosing(self._events(reply, api)) as events:
-                yield events
-        finally:
-            reply.close()
+        async with streamed(reply, api, self._url) as events:
+            yield events
+
+    def begin(self, api: Api, head: bytes, headers: Mapping[str, str]) -> HttpBegunRequest:
+        """Begin a request whose body is not all there yet."""
+        all_headers = {HEAD_HEADER: str(len(head)), **headers}
+        return HttpBegunRequest(self._session, self._url, api, head, all_headers)
 
     async def models(self) -> Sequence[EngineModel]:
         """Base models served."""
@@ -104,9 +101,9 @@ class HttpEngine:
 
     async def tokenize(self, body: bytes) -> TokenCount:
         """Count the tokens of a body in the format of /tokenize."""
-        with self._typed_errors():
+        with typed_errors(self._url):
             async with self._session.post(self._url + "/tokenize", data=_payload(body)) as reply:
-                found = msgspec.json.decode(await _read(reply), type=_Tokenized)
+                found = msgspec.json.decode(await read(reply), type=_Tokenized)
         return TokenCount(found.count, found.max_model_len)
 
     async def gauges(self) -> EngineGauges:
@@ -124,61 +121,21 @@ class HttpEngine:
             return False
 
     async def _get(self, path: str) -> bytes:
-        with self._typed_errors():
+        with typed_errors(self._url):
             async with self._session.get(
                 self._url + path, timeout=aiohttp.ClientTimeout(total=10)
             ) as reply:
-                return await _read(reply)
+                return await read(reply)
 
-    async def _events(
-        self, reply: aiohttp.ClientResponse, api: Api
-    ) -> AsyncGenerator[Sequence[bytes], None]:
-        parser, told = SseParser(), False
-        with self._typed_errors():
-            async for received in reply.content.iter_any():
-                if events := parser.feed(received):
-                    if not told:
-                        told = True
-                        tracing.current().event(ENGINE_ANSWERED)
-                    yield events
-                    if events[-1] == DONE:
-                        await _drain(reply)
-                        return
-        last = parser.close()
-        if last:
-            yield last
-        if DONE not in last and api is not Api.RESPONSES:
-            raise engine_errors.lost(self._url, "the stream ended early")
 
-    @contextmanager
-    def _typed_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise engine_errors.unreachable(self._url, error) from error
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            detail = f"{type(error).__name__}: {error}"
-            raise engine_errors.lost(self._url, detail) from error
+def _headers(api: Api, body: bytes, traced: Mapping[str, str]) -> Mapping[str, str]:
+    """Headers of a request that goes in one piece."""
+    return traced if api is Api.TOKENIZE else {HEAD_HEADER: str(len(body) - 1), **traced}
 
 
 def _payload(body: bytes) -> bytes | io.BytesIO:
     """The body in the form in which aiohttp sends it best: large ones in pieces."""
     return body if len(body) < _STREAMED_BODY_BYTES else io.BytesIO(body)
-
-
-async def _drain(reply: aiohttp.ClientResponse) -> None:
-    try:
-        async with asyncio.timeout(_DRAIN_SECONDS):
-            await reply.read()
-    except (TimeoutError, aiohttp.ClientError, ConnectionError):
-        return  # closed instead of kept; the answer was whole
-
-
-async def _read(reply: aiohttp.ClientResponse) -> bytes:
-    body = await reply.read()
-    if reply.status >= 400:
-        raise engine_errors.from_reply(reply.status, body)
-    return body
 
 
 def read_gauges(metrics: str) -> EngineGauges:

@@ -8,75 +8,20 @@ what they were.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvloop.errors import InvalidFieldError
 from services.worker.engine import Api
-from services.worker.pull_plan import COSTS, Costs
 
 Body = dict[str, msgspec.Raw]
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
-HAND_TOKEN_IDS_OVER = "kvloop_hand_token_ids_over"
-"""Member of kv_transfer_params on the prefill leg: true if decode wants token ids."""
 TURN_ID = "kvloop_turn_id"
 """Member of kv_transfer_params by which the connector names a turn."""
-DEADLINE_EXTENSION = "kvloop_deadline_extension"
-"""Member of kv_transfer_params: seconds by which the deadline in them was moved."""
 RETAIN = "kvloop_retain"
 """Member of kv_transfer_params: false if no conversation wants the turn's KV."""
-
-_PREFILL_DROPS = frozenset(
-    {
-        # would ask for other than one token
-        "max_tokens",
-        "max_completion_tokens",
-        "max_output_tokens",
-        "min_tokens",
-        "n",
-        "best_of",
-        "use_beam_search",
-        "length_penalty",
-        # could end the token as "stop", for which some versions hand nothing over
-        "stop",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        # need a stream or a second token, or only swell a reply that nobody reads
-        "stream_options",
-        "logprobs",
-        "top_logprobs",
-        "logprob_token_ids",
-        "prompt_logprobs",
-        "echo",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "return_prompt_text",
-        "include",
-        "enable_response_messages",
-        # a name for the request, over which a repeated leg would stumble
-        "request_id",
-    }
-)
-
-_ONE_TOKEN: dict[Api, dict[str, Any]] = {
-    Api.CHAT_COMPLETIONS: {"max_tokens": 1},
-    Api.COMPLETIONS: {"max_tokens": 1},
-    # An engine that keeps answers would keep this one for ever.
-    Api.RESPONSES: {"max_output_tokens": 1, "store": False},
-}
-
-_FIRST_PREFILL: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-_RETAIN_ONLY: dict[str, Any] = {"do_remote_prefill": False, "do_remote_decode": False}
 
 _CALLED_BY_CLIENT = frozenset({"function", "custom"})
 """Types of tools whose calls end the answer, for the client to make."""
@@ -101,7 +46,6 @@ _PLACEHOLDER = b"null"
 _STRUCTURED = re.compile(rb'\s*\[\s*["\[]')
 """Begins a list of prompts, whether they are text or token ids."""
 _BODY = msgspec.json.Decoder(Body)
-_OPTIONAL_BODY = msgspec.json.Decoder(Body | None)
 
 
 class Prompt(NamedTuple):
@@ -148,88 +92,6 @@ def parse_body(body: bytes, prompt: Prompt | None = None) -> Body:
     return members
 
 
-@dataclass(frozen=True)
-class HandleTerms:
-    """What goes with a handle: facts that came up after the engine wrote it."""
-
-    extension_seconds: float = 0.0
-    """By how much the decode engine's deadline was moved since."""
-    costs: Costs | None = None
-    """What pulling and recomputing take; None: all that is proven is pulled."""
-
-
-def prefill_body(
-    api: Api,
-    members: Body,
-    *,
-    turn_id: str,
-    handle: bytes,
-    terms: HandleTerms | None = None,
-    hand_token_ids_over: bool = False,
-) -> bytes:
-    """A body for which the engine emits one token and hands the prompt's KV over.
-
-    Members that shape the prompt (tools, response_format, template arguments,
-    ...) stay: the legs must see the same prompt.
-
-    Args:
-        api: endpoint whose format the body has.
-        members: of the client's body.
-        turn_id: id of the turn.
-        handle: params that a decode engine left behind; empty for none.
-        terms: what goes with the handle.
-        hand_token_ids_over: have the prompt's token ids in the params for decode.
-    """
-    added: dict[str, Any] = {TURN_ID: turn_id}
-    if hand_token_ids_over:
-        added[HAND_TOKEN_IDS_OVER] = True
-    if handle:
-        params = splice(handle, added | _handle_params(terms or HandleTerms()))
-    else:
-        params = _encode(added | _FIRST_PREFILL)
-    kept = {name: value for name, value in members.items() if name not in _PREFILL_DROPS}
-    return _encode(
-        kept
-        | _ONE_TOKEN[api]
-        | {
-            "stream": False,
-            "ignore_eos": True,
-            KV_TRANSFER_PARAMS: msgspec.Raw(params),
-        }
-    )
-
-
-def decode_body(api: Api, members: Body, *, turn_id: str, params: bytes, retain: bool) -> bytes:
-    """The client's body, streamed and with usage.
-
-    Args:
-        api: endpoint whose format the body has.
-        members: of the client's body.
-        turn_id: id of the turn.
-        params: the prefill engine's hand-off; empty if there was none.
-        retain: whether the engine shall keep the turn's KV at its end.
-    """
-    streamed: dict[str, Any] = {"stream": True}
-    if api is not Api.RESPONSES:  # whose streams always end with usage
-        streamed["stream_options"] = _with_usage(members)
-    return _encode(members | streamed | _decode_params(turn_id, params, retain))
-
-
-def whole_decode_body(
-    api: Api, members: Body, *, turn_id: str, params: bytes, retain: bool
-) -> bytes:
-    """The client's body for a reply in one piece. Arguments as for `decode_body`."""
-    return _encode(members | _decode_params(turn_id, params, retain))
-
-
-def wants_usage_chunk(api: Api, members: Body) -> bool:
-    """False if the client's own stream would not have ended with a usage chunk."""
-    if api is Api.RESPONSES or value(members, "stream") is not True:
-        return True  # the reply always has usage
-    options = value(members, "stream_options")
-    return isinstance(options, dict) and options.get("include_usage") is True
-
-
 def unsplittable_field(api: Api, members: Body) -> str | None:
     """The member that forbids running the body in two legs, if there is one.
 
@@ -272,12 +134,17 @@ def require_splittable(api: Api, members: Body) -> None:
         InvalidFieldError: NOT_SPLITTABLE, names the member.
     """
     if field := unsplittable_field(api, members):
-        raise InvalidFieldError(
-            f"{field} does not allow prefill and decode on different engines; "
-            "run the decode leg alone, without transfer params",
-            reason="NOT_SPLITTABLE",
-            field=field,
-        )
+        raise not_splittable(field)
+
+
+def not_splittable(field: str) -> InvalidFieldError:
+    """Says that a body cannot run in two legs because of this member."""
+    return InvalidFieldError(
+        f"{field} does not allow prefill and decode on different engines; "
+        "run the decode leg alone, without transfer params",
+        reason="NOT_SPLITTABLE",
+        field=field,
+    )
 
 
 def tokenize_body(members: Body) -> bytes:
@@ -331,39 +198,6 @@ def value(members: Body, name: str) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidFieldError(f"{name} is not valid JSON: {error}", field=name) from error
-
-
-def _handle_params(terms: HandleTerms) -> dict[str, Any]:
-    added: dict[str, Any] = {}
-    if terms.extension_seconds > 0:
-        added[DEADLINE_EXTENSION] = terms.extension_seconds
-    if terms.costs is not None:
-        added[COSTS] = terms.costs.to_params()
-    return added
-
-
-def _decode_params(turn_id: str, params: bytes, retain: bool) -> dict[str, Any]:
-    """The member that makes the engine pull, or retain, or both; none for neither."""
-    if params:
-        added: dict[str, Any] = {TURN_ID: turn_id}
-        if not retain:
-            added[RETAIN] = False
-        return {KV_TRANSFER_PARAMS: msgspec.Raw(splice(params, added))}
-    if retain:
-        # Whatever carries transfer params is retained by the engine at its end.
-        return {KV_TRANSFER_PARAMS: {TURN_ID: turn_id} | _RETAIN_ONLY}
-    return {}
-
-
-def _with_usage(members: Body) -> dict[str, Any]:
-    raw = members.get("stream_options")
-    try:
-        options = _OPTIONAL_BODY.decode(raw) if raw is not None else None
-    except msgspec.DecodeError as error:
-        raise InvalidFieldError(
-            f"stream_options is not a JSON object: {error}", field="stream_options"
-        ) from error
-    return (options or {}) | {"include_usage": True}
 
 
 def _prompt_count(members: Body) -> int:

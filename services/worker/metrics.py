@@ -30,6 +30,12 @@ class WorkerMetrics:
             "Commits whose fate the ledger never told; their blocks fall at the engine's TTL.",
             registry=self.registry,
         )
+        self.preparations = Counter(
+            "kvloop_worker_preparations",
+            "Legs whose body came before they could begin. outcome: PreparationOutcome.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.handoffs_missing = Counter(
             "kvloop_worker_handoffs_missing",
             "Prefill legs whose reply carried nothing for decode to pull. reason: MissingHandoff.",

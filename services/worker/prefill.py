@@ -8,18 +8,12 @@ import msgspec
 import structlog
 
 from kvloop.errors import InternalError, KvloopError
-from services.worker.engine import Api, Engine
+from services.worker.engine import Api, BegunRequest, Engine
 from services.worker.event_messages import EngineRef
 from services.worker.handoff import Handoff, PrefillReport, read_reply
-from services.worker.legs import (
-    Body,
-    HandleTerms,
-    Prompt,
-    parse_body,
-    prefill_body,
-    require_splittable,
-)
 from services.worker.metrics import WorkerMetrics
+from services.worker.prefill_body import HandleTerms, rest_of_prefill_body
+from services.worker.prepared_request import finish
 from services.worker.pull_costs import PullCosts
 
 _log = structlog.get_logger(__name__)
@@ -34,18 +28,19 @@ class PrefillOrder:
 
     turn_id: str
     api: Api
-    body: bytes
-    """The client's body, a JSON object."""
+    head: bytes
+    """The client's body, from `read_prefill_body`."""
     handle: bytes
     """Params that the ledger gave out; empty for none."""
     engine: EngineRef | None = None
     """Decode engine that the handle is of; None without a handle, or if unknown."""
     extension_seconds: float = 0.0
     """By how much that engine's deadline was moved since it wrote the handle."""
-    prompt: Prompt | None = None
-    """Where the body has its prompt, if that is known to be well formed."""
     hand_token_ids_over: bool = False
     """Hand over the prompt's token ids too."""
+    begun: BegunRequest | None = None
+    """The request to the engine, if it has the head already. Whoever gives the order
+    closes it."""
 
 
 @dataclass(frozen=True)
@@ -80,27 +75,23 @@ class PrefillLeg:
         the request with a server error.
 
         Raises:
-            InvalidFieldError: the body or the params are at fault.
+            InvalidFieldError: the params are at fault.
             KvloopError: as for the Engine port.
         """
-        members = parse_body(order.body, order.prompt)
-        require_splittable(order.api, members)
         with self._costs.leg(order.engine if order.handle else None) as measured:
             terms = HandleTerms(order.extension_seconds, measured.costs)
-            result, reported = await self._run(order, members, terms)
+            result, reported = await self._run(order, terms)
             if reported:
                 measured.report = result.report
         return result
 
-    async def _run(
-        self, order: PrefillOrder, members: Body, terms: HandleTerms
-    ) -> tuple[PrefillResult, bool]:
+    async def _run(self, order: PrefillOrder, terms: HandleTerms) -> tuple[PrefillResult, bool]:
         """The result, and whether its report is the connector's own."""
         if not order.handle:
-            handoff = await self._prefill(order, members, b"")
+            handoff = await self._prefill(order, b"", begun=order.begun)
             return self._result(order, handoff), handoff.reported
         try:
-            handoff = await self._prefill(order, members, order.handle, terms)
+            handoff = await self._prefill(order, order.handle, terms, begun=order.begun)
             return self._result(order, handoff), handoff.reported
         except InternalError as error:
             failure = error
@@ -111,7 +102,7 @@ class PrefillLeg:
             http_status=failure.metadata.get("http_status"),
         )
         try:
-            handoff = await self._prefill(order, members, b"")
+            handoff = await self._prefill(order, b"")
         except KvloopError as error:
             # The second error may say that the engine was not reached, or that
             # it refused: true of the second request, not of the handle.
@@ -123,19 +114,21 @@ class PrefillLeg:
     async def _prefill(
         self,
         order: PrefillOrder,
-        members: Body,
         handle: bytes,
         terms: HandleTerms | None = None,
+        *,
+        begun: BegunRequest | None = None,
     ) -> Handoff:
-        body = prefill_body(
-            order.api,
-            members,
+        rest = rest_of_prefill_body(
             turn_id=order.turn_id,
             handle=handle,
             terms=terms,
             hand_token_ids_over=order.hand_token_ids_over,
         )
-        return read_reply(await self._engine.complete(order.api, body))
+        replying = await finish(begun, rest, self._metrics)
+        if replying is not None:
+            return read_reply(await replying.complete())
+        return read_reply(await self._engine.complete(order.api, order.head + rest))
 
     def _result(self, order: PrefillOrder, handoff: Handoff) -> PrefillResult:
         if handoff.missing is not None:

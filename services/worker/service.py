@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing
-from dataclasses import dataclass
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ from kvloop.durations import to_duration, to_seconds
 from kvloop.errors import InvalidFieldError, PreconditionError, UnsupportedError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
-from services.common import tracing
+from services.common import rpc_tracing, tracing
 from services.common.history_digest import DIGEST_BYTES
 from services.common.span_attributes import (
     COMPLETION_TOKENS,
@@ -25,6 +25,7 @@ from services.common.span_attributes import (
 )
 from services.worker.admission import Admission
 from services.worker.decode import DecodeLeg, DecodeOrder, DecodeSummary
+from services.worker.decode_body import read_decode_body
 from services.worker.engine import Api, Engine, EngineModel
 from services.worker.engine_command import Role
 from services.worker.event_hub import EventHub
@@ -33,6 +34,8 @@ from services.worker.ledger import Conversation
 from services.worker.legs import Prompt, parse_body, prompt_token_ids, tokenize_body
 from services.worker.pins import ReleaseCause
 from services.worker.prefill import PrefillLeg, PrefillOrder
+from services.worker.prefill_body import read_prefill_body
+from services.worker.preparations import Preparations
 from services.worker.pull_costs import PullCosts
 from services.worker.pull_messages import (
     link_estimate,
@@ -71,6 +74,8 @@ class WorkerParts:
     costs: PullCosts
     prefill: PrefillLeg
     decode: DecodeLeg
+    prepared_prefill: Preparations[PrefillOrder]
+    prepared_decode: Preparations[DecodeOrder]
     record: Callable[[Hello], registry_pb2.Worker]
     """Makes the worker's record as registered."""
 
@@ -86,43 +91,34 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.PrefillResponse:
         """Run the prefill leg."""
         self._require_role("prefill")
-        order = PrefillOrder(
-            turn_id=_turn_id(request.turn_id),
-            api=_api(request.api),
-            body=request.body_json,
-            handle=request.transfer_params_json,
-            engine=_engine_ref(request.engine) if request.HasField("engine") else None,
-            extension_seconds=max(to_seconds(request.deadline_extension), 0.0),
-            prompt=_prompt(request),
-            hand_token_ids_over=request.hand_token_ids_over,
-        )
         span = tracing.current()
-        span.tell({TURN_ID: order.turn_id})
-        with self._parts.admission.leg():
+        span.tell({TURN_ID: _turn_id(request.turn_id)})
+        with self._parts.admission.leg(), self._prefill_order(request) as order:
             result = await self._parts.prefill.run(order)
         report = prefill_report(result.report)
         if span.recording:
             span.tell(report_attributes(report) | miss_attributes(report.miss_reason))
         return worker_pb2.PrefillResponse(transfer_params_json=result.params, report=report)
 
+    async def PreparePrefill(
+        self, request: worker_pb2.PreparePrefillRequest, context: Context
+    ) -> worker_pb2.PreparePrefillResponse:
+        """Keep a prefill leg's body until the leg is run."""
+        self._require_role("prefill")
+        _require_no_params(request.leg)
+        await self._parts.prepared_prefill.hold(
+            _prefill_order(request.leg), rpc_tracing.told_context(request.leg)
+        )
+        return worker_pb2.PreparePrefillResponse()
+
     async def Decode(
         self, request: worker_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[worker_pb2.DecodeResponse]:
         """Run the decode leg."""
         self._require_role("decode")
-        order = DecodeOrder(
-            turn_id=_turn_id(request.turn_id),
-            api=_api(request.api),
-            body=request.body_json,
-            params=request.transfer_params_json,
-            conversation=_conversation(request.commit) if request.HasField("commit") else None,
-            history=request.commit.history_digest,
-            whole=request.whole,
-            prompt=_prompt(request),
-        )
         span = tracing.current()
-        span.tell({TURN_ID: order.turn_id})
-        with self._parts.admission.leg():
+        span.tell({TURN_ID: _turn_id(request.turn_id)})
+        with self._parts.admission.leg(), self._decode_order(request) as order:
             async with aclosing(self._parts.decode.run(order)) as events:
                 async for event in events:
                     if isinstance(event, DecodeSummary):
@@ -134,6 +130,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                         )
                     for response in _responses(event, batches=request.accept_batches):
                         yield response
+
+    async def PrepareDecode(
+        self, request: worker_pb2.PrepareDecodeRequest, context: Context
+    ) -> worker_pb2.PrepareDecodeResponse:
+        """Keep a decode leg's body until the leg is run."""
+        self._require_role("decode")
+        _require_no_params(request.leg)
+        order = _decode_order(request.leg)
+        order.body.require_splittable()
+        await self._parts.prepared_decode.hold(order, rpc_tracing.told_context(request.leg))
+        return worker_pb2.PrepareDecodeResponse()
 
     async def CountTokens(
         self, request: worker_pb2.CountTokensRequest, context: Context
@@ -213,11 +220,74 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             prefill_tokens_per_second=tokens_per_second(self._parts.costs.recompute),
         )
 
+    @contextmanager
+    def _prefill_order(self, request: worker_pb2.PrefillRequest) -> Iterator[PrefillOrder]:
+        """The leg to run, prepared or not."""
+        prepared = self._parts.prepared_prefill
+        if request.prepared:
+            with prepared.claim(request.turn_id) as (order, begun):
+                yield replace(_with_handle(order, request), begun=begun)
+        else:
+            prepared.discard(request.turn_id)
+            yield _with_handle(_prefill_order(request), request)
+
+    @contextmanager
+    def _decode_order(self, request: worker_pb2.DecodeRequest) -> Iterator[DecodeOrder]:
+        """The leg to run, prepared or not."""
+        prepared = self._parts.prepared_decode
+        if request.prepared:
+            with prepared.claim(request.turn_id) as (order, begun):
+                yield replace(order, params=request.transfer_params_json, begun=begun)
+        else:
+            prepared.discard(request.turn_id)
+            yield _decode_order(request)
+
     def _require_role(self, role: Role) -> None:
         if self._parts.role != role:
             raise PreconditionError(
                 f"this worker runs {self._parts.role} legs, not {role} legs", reason="WRONG_ROLE"
             )
+
+
+def _require_no_params(leg: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) -> None:
+    if leg.transfer_params_json:
+        raise InvalidFieldError(
+            "a leg is prepared before its params are known", field="leg.transfer_params_json"
+        )
+
+
+def _prefill_order(request: worker_pb2.PrefillRequest) -> PrefillOrder:
+    api = _api(request.api)
+    return PrefillOrder(
+        turn_id=_turn_id(request.turn_id),
+        api=api,
+        head=read_prefill_body(api, request.body_json, _prompt(request)),
+        handle=b"",
+    )
+
+
+def _with_handle(order: PrefillOrder, request: worker_pb2.PrefillRequest) -> PrefillOrder:
+    """The order with what a request says beside its body."""
+    return replace(
+        order,
+        handle=request.transfer_params_json,
+        engine=_engine_ref(request.engine) if request.HasField("engine") else None,
+        extension_seconds=max(to_seconds(request.deadline_extension), 0.0),
+        hand_token_ids_over=request.hand_token_ids_over,
+    )
+
+
+def _decode_order(request: worker_pb2.DecodeRequest) -> DecodeOrder:
+    api = _api(request.api)
+    return DecodeOrder(
+        turn_id=_turn_id(request.turn_id),
+        api=api,
+        body=read_decode_body(api, request.body_json, whole=request.whole, prompt=_prompt(request)),
+        params=request.transfer_params_json,
+        conversation=_conversation(request.commit) if request.HasField("commit") else None,
+        history=request.commit.history_digest,
+        whole=request.whole,
+    )
 
 
 def _turn_id(turn_id: str) -> str:

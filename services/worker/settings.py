@@ -191,6 +191,10 @@ class WorkerSettings(InternalTlsSettings, PeerTlsSettings, TracingSettings):
     engine_max_connections: PositiveInt = 4096
     """Requests in flight to vLLM at most; more wait for a connection."""
 
+    prepared_legs: int = Field(256, ge=0)
+    """Legs whose body may be with vLLM before they begin; each has a connection of those
+    above, of which they get half at most. 0: none."""
+
     engine_connect_timeout_seconds: PositiveFloat = 2
     """After that the engine counts as unreachable."""
 
@@ -264,6 +268,11 @@ class WorkerSettings(InternalTlsSettings, PeerTlsSettings, TracingSettings):
     def engine_base_url(self) -> str:
         """Where the engine's HTTP server is."""
         return self.engine_url or f"http://127.0.0.1:{self.engine_port}"
+
+    @property
+    def prepared_legs_limit(self) -> int:
+        """prepared_legs, as far as other requests still find connections."""
+        return min(self.prepared_legs, self.engine_max_connections // 2)
 
     @property
     def nixl_backend_names(self) -> list[str]:

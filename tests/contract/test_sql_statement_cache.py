@@ -9,17 +9,16 @@ import pytest
 import sqlalchemy as sa
 
 from services.kvmeta import sql
+from services.kvmeta.sql.prepared import Prepared
 
 
 def _statements() -> list[tuple[str, sa.ClauseElement]]:
     found: list[tuple[str, sa.ClauseElement]] = []
     for module in pkgutil.iter_modules(sql.__path__, f"{sql.__name__}."):
-        names = vars(importlib.import_module(module.name))
-        found += [
-            (f"{module.name}.{name}", value)
-            for name, value in names.items()
-            if isinstance(value, sa.ClauseElement) and isinstance(value, sa.Executable)
-        ]
+        for name, value in vars(importlib.import_module(module.name)).items():
+            statement = value.statement if isinstance(value, Prepared) else value
+            if isinstance(statement, sa.ClauseElement) and isinstance(statement, sa.Executable):
+                found.append((f"{module.name}.{name}", statement))
     return found
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import event
 
+from services.kvmeta.sql.prepared import Prepared
 from services.kvmeta.sql.store import SqlStore
 from services.kvmeta.store import Ended, PinFilter
 from tests.contract.kvmeta_stores import SECOND, commit, hit, key, miss, register, stored
@@ -34,9 +37,17 @@ def statements() -> Iterator[list[str]]:
     def note(_connection, _cursor, statement, *_) -> None:
         sent.append(statement)
 
+    prepared = Prepared.one_or_none
+
+    def note_prepared(self: Prepared, connection: sa.Connection, parameters: Any) -> Any:
+        if connection.dialect.name == "sqlite":  # whose driver gets it without SQLAlchemy
+            sent.append(str(self.statement))
+        return prepared(self, connection, parameters)
+
     event.listen(sa.Engine, "before_cursor_execute", note)
     try:
-        yield sent
+        with patch.object(Prepared, "one_or_none", note_prepared):
+            yield sent
     finally:
         event.remove(sa.Engine, "before_cursor_execute", note)
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvloop import Completion
 from kvloop.errors import KvloopError
-from tests.engine.engines import eventually
+from tests.engine.engines import EngineProbe, eventually, open_session
 from tests.engine.turns import ANSWER, NUM_BLOCKS, chat, first_turn, generate
 from tests.engine.world import MODEL, World
 
@@ -41,6 +41,37 @@ async def test_streamed_token_turn_pulls_and_is_exact(world: World) -> None:
     assert 0 < receipt.prefill_leg_seconds < receipt.ttft_seconds
     assert 0 < receipt.decode_leg_seconds < receipt.ttft_seconds
     assert done.token_ids == await world.prefill.recompute_prompt(prompt, ANSWER)
+
+
+async def test_the_bodies_of_both_legs_go_ahead_of_them(world: World) -> None:
+    """As those of all turns here do: the router is told to let short ones go ahead too."""
+    conversation = world.conversation()
+    history = await first_turn(world, conversation)
+    prompt = [*history, *world.tokens(40)]
+    await world.prefill.forget_prefixes()
+    async with open_session() as session:
+        router = EngineProbe(world.stack.gateway_url, session, MODEL)
+        before = await _bodies_ahead(router)
+        done = await generate(world, prompt, conversation)
+        after = await _bodies_ahead(router)
+    assert done.receipt.pulled_tokens == len(history) - 1
+    assert done.token_ids == await world.prefill.recompute_prompt(prompt, ANSWER)
+    assert {way: after[way] - before[way] for way in after} == {
+        ("prefill", "used"): 1,
+        ("prefill", "lost"): 0,
+        ("decode", "used"): 1,
+        ("decode", "lost"): 0,
+    }
+
+
+async def _bodies_ahead(router: EngineProbe) -> dict[tuple[str, str], float]:
+    return {
+        (leg, outcome): await router.counter(
+            "kvloop_router_bodies_ahead_total", leg=leg, outcome=outcome
+        )
+        for leg in ("prefill", "decode")
+        for outcome in ("used", "lost")
+    }
 
 
 async def test_streamed_chat_turns_pull_and_are_exact(world: World) -> None:

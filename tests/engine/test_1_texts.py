@@ -1,4 +1,7 @@
-"""Answers read as stock vLLM has them, though decode streams get only the end of prompts."""
+"""Answers read as stock vLLM has them, though kvloop's plugin has a part in them.
+
+Decode streams get only the end of prompts, and bodies are parsed as they arrive.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 print(FastIncrementalDetokenizer.__init__.__module__)
+from starlette.requests import Request
+print(Request.json.__module__)
 """
 _SPECIAL = 0
 
@@ -37,7 +42,18 @@ async def test_vllm_finds_the_plugin_where_an_engines_server_runs(world: World) 
         stdout=PIPE,
     )
     said, _ = await started.communicate()
-    assert said.decode().splitlines()[-1] == "services.worker.engine_detokenizer"
+    assert said.decode().splitlines()[-2:] == [
+        "services.worker.engine_detokenizer",
+        "services.worker.engine_front",
+    ]
+
+
+async def test_an_engines_server_parses_bodies_as_they_arrive(world: World) -> None:
+    """Of both legs. It says so with the first."""
+    await world.client.generate(world.tokens(50), model=MODEL, max_tokens=1).collect()
+    log = world.stack.engine_log_path("decode-0")
+    assert log is not None
+    assert "kvloop: bodies of requests are parsed as they arrive" in log.read_text()
 
 
 def _process(begin: list[str], argument: str) -> Path:

@@ -34,6 +34,8 @@ _SIDECAR_ARGS = (
     "--commit-timeout-seconds=10",
 )
 _ROUTER_ARGS = (
+    # Both legs' bodies go to their engines ahead, short as they are.
+    "--ahead-bytes=1",
     "--ledger-timeout-seconds=5",
     "--length-check-timeout-seconds=30",
     "--estimate-timeout-seconds=10",

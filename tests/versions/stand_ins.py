@@ -202,6 +202,11 @@ def make_connector(
     return KvloopConnector(config, KVConnectorRole.SCHEDULER, cache)
 
 
+def stand_in_for_orjson() -> None:
+    """0.33 imports orjson, a package that only replies need."""
+    sys.modules.setdefault("orjson", types.ModuleType("orjson"))
+
+
 def stand_in_for_gguf() -> None:
     """0.21 imports gguf, a package that only model loading needs."""
     for name, attributes in (

@@ -20,6 +20,7 @@ SCENARIOS = [
     "scenario_leases",
     "scenario_engine",
     "scenario_detokenizer",
+    "scenario_front",
     "scenario_arrivals",
     "scenario_flags",
 ]

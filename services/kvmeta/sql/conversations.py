@@ -26,6 +26,7 @@ from services.kvmeta.model import (
 from services.kvmeta.rules import CommitVerdict
 from services.kvmeta.sql import releases
 from services.kvmeta.sql.guards import NEXT_REVISION, REQUEST, THIS, engine_alive, this
+from services.kvmeta.sql.prepared import Prepared
 from services.kvmeta.sql.tables import (
     CONVERSATION_COLUMNS,
     conversation_from_row,
@@ -90,6 +91,8 @@ _COMMIT_BY_HOLDER = (
     )
     .returning(*CONVERSATION_COLUMNS, _c.params_id)
 )
+# On SQLite, where the params follow in a statement of their own.
+_COMMIT_BUT_PARAMS = Prepared(_COMMIT_BY_HOLDER)
 _INSERT_PARAMS = sa.insert(handle_params).returning(handle_params.c.params_id)
 _REPLACE_PARAMS = sa.update(handle_params).where(
     handle_params.c.params_id == sa.bindparam("key_params_id")
@@ -183,12 +186,13 @@ def commit_by_holder(
         values |= {"new_params": wanted.params, "new_params_due_time_us": params_due_time_us}
         row = connection.execute(_COMMIT_BY_HOLDER_WITH_PARAMS, values).one_or_none()
         return rules.Stored(conversation_from_row(row), release_old=False) if row else None
-    row = connection.execute(_COMMIT_BY_HOLDER, values).one_or_none()
-    if row is None:
+    returned = _COMMIT_BUT_PARAMS.one_or_none(connection, values)
+    if returned is None:
         return None
+    *_, params_id = returned
     replaced = {"params": wanted.params, "due_time_us": params_due_time_us}
-    connection.execute(_REPLACE_PARAMS, {"key_params_id": row.params_id, **replaced})
-    return rules.Stored(conversation_from_row(row), release_old=False)
+    connection.execute(_REPLACE_PARAMS, {"key_params_id": params_id, **replaced})
+    return rules.Stored(conversation_from_row(returned), release_old=False)
 
 
 def _committer(wanted: Commit, now_us: int) -> dict[str, object]:

@@ -5,6 +5,7 @@ Statements are built once: building costs more than running them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -16,6 +17,7 @@ from services.kvmeta import rules
 from services.kvmeta.deadlines import Policy
 from services.kvmeta.model import LIVE_STATES, ConversationKey, HandleState, MissReason
 from services.kvmeta.sql.guards import NEXT_REVISION, NOW, REQUEST, THIS, engine_alive, this
+from services.kvmeta.sql.prepared import Prepared
 from services.kvmeta.sql.tables import (
     CONVERSATION_COLUMNS,
     conversation_from_row,
@@ -72,7 +74,7 @@ _MAY_TAKE = sa.and_(
     _c.commit_request_id != REQUEST,
     engine_alive(_c.worker_id, _c.engine_id, _c.epoch),
 )
-_TAKE = (
+_TAKE = Prepared(
     sa.update(conversations)
     .where(THIS, _MAY_TAKE)
     .values(
@@ -89,14 +91,14 @@ _IS_REPEAT = sa.and_(
     _c.take_request_id == REQUEST,
     _c.expire_time_us > NOW,
 )
-_OPEN_TURN = (
+_OPEN_TURN = Prepared(
     sa.update(conversations)
     .where(THIS, sa.not_(_MAY_TAKE))
     .values(
         issued_turn=sa.case((_IS_REPEAT, _c.issued_turn), else_=_c.issued_turn + 1),
         revision=sa.case((_IS_REPEAT, _c.revision), else_=NEXT_REVISION),
         due_time_us=sa.case(
-            (_c.state.in_([state.value for state in LIVE_STATES]), _c.due_time_us),
+            (sa.or_(*(_c.state == state.value for state in LIVE_STATES)), _c.due_time_us),
             else_=NOW + sa.bindparam("dead_retention", type_=sa.BigInteger),
         ),
     )
@@ -107,7 +109,7 @@ _OPEN_TURN = (
         sa.case((_IS_REPEAT, _Params())).label("params"),
     )
 )
-_EXISTS = sa.select(sa.exists().where(THIS))
+_EXISTS = Prepared(sa.select(_c.issued_turn).where(THIS))
 
 
 def take(
@@ -116,27 +118,29 @@ def take(
     """See LedgerStore.take. Each of its statements is a whole change."""
     asked = {**this(key), "by_request": request_id, "at_now": now_us}
     while True:
-        row = connection.execute(_TAKE, asked).one_or_none()
+        row = _TAKE.one_or_none(connection, asked)
         if row is not None:
+            *_, params = row
             conversation = conversation_from_row(row)
-            return Hit(conversation.take_turn, conversation, row.params)
+            return Hit(conversation.take_turn, conversation, params)
         # A first turn is what most misses are.
-        if not connection.execute(_EXISTS, this(key)).scalar_one():
+        if _EXISTS.one_or_none(connection, this(key)) is None:
             return Miss(rules.FIRST_TURN, MissReason.FIRST_TURN, "")
-        row = connection.execute(
-            _OPEN_TURN, {**asked, "dead_retention": policy.dead_retention_us}
-        ).one_or_none()
+        row = _OPEN_TURN.one_or_none(
+            connection, {**asked, "dead_retention": policy.dead_retention_us}
+        )
         if row is not None:
             return _not_taken(row, request_id, now_us)
         # Between two of the statements a handle has come, or the conversation has gone.
 
 
-def _not_taken(row: sa.Row[Any], request_id: str, now_us: int) -> Hit | Miss:
+def _not_taken(row: Sequence[Any], request_id: str, now_us: int) -> Hit | Miss:
+    *_, lease_expire_us, same_engine, params = row
     conversation = conversation_from_row(row)
     if rules.is_repeated_take(conversation, request_id, now_us):
-        return Hit(conversation.take_turn, conversation, row.params)
-    worker_alive = (row.lease_expire_us or 0) > now_us
-    same_life = worker_alive and bool(row.same_engine)
+        return Hit(conversation.take_turn, conversation, params)
+    worker_alive = (lease_expire_us or 0) > now_us
+    same_life = worker_alive and bool(same_engine)
     return Miss(
         conversation.issued_turn,
         rules.miss_reason(conversation, request_id, now_us, engine_alive=same_life),

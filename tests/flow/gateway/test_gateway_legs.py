@@ -16,7 +16,7 @@ import pytest
 from kvloop.errors import InvalidFieldError, UnavailableError
 from services.router.breaker import BreakerState
 from services.worker.engine import Api
-from services.worker.legs import parse_body, prefill_body
+from services.worker.prefill_body import read_prefill_body, rest_of_prefill_body
 from tests.flow.gateway.fleet import CHAT, COMPLETIONS, HttpReply
 from tests.flow.router.fakes import eventually, raises, waits
 from tests.flow.router.memory_ledger import MODEL
@@ -65,10 +65,8 @@ async def gateway(
 def _prefilled(client: Client) -> dict[str, Any]:
     """The body with which the sidecar would ask the prefill engine, for what it was sent."""
     (request,) = client.stack["p0"].prefills
-    members = parse_body(request.body_json)
-    body: dict[str, Any] = json.loads(
-        prefill_body(Api.CHAT_COMPLETIONS, members, turn_id="t", handle=b"")
-    )
+    head = read_prefill_body(Api.CHAT_COMPLETIONS, request.body_json)
+    body: dict[str, Any] = json.loads(head + rest_of_prefill_body(turn_id="t", handle=b""))
     return body
 
 

@@ -6,10 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
 from kvloop.common.v1 import common_pb2
+from kvloop.errors import PreconditionError
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc, registry_pb2, registry_pb2_grpc
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common import rpc_server
@@ -150,6 +152,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.prefills: list[worker_pb2.PrefillRequest] = []
         self.decodes: list[worker_pb2.DecodeRequest] = []
         self.counts: list[worker_pb2.CountTokensRequest] = []
+        self.prepares = True
+        """False: as a sidecar that knows nothing of bodies that come ahead."""
+        self.preparations: list[worker_pb2.PrefillRequest | worker_pb2.DecodeRequest] = []
+        """Bodies that came ahead."""
+        self.without_body = 0
+        """Legs that relied on them."""
+        self._waiting: dict[str, tuple[Any, asyncio.Event]] = {}
         self.prefill_timeouts: list[float | None] = []
         self.decode_timeouts: list[float | None] = []
         self.prefill_steps: list[Step] = []
@@ -184,7 +193,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         """Params of every prefill call that came with some."""
         return [call.transfer_params_json for call in self.prefills if call.transfer_params_json]
 
+    async def PreparePrefill(self, request, context):
+        await self._keep(request.leg, context)
+        return worker_pb2.PreparePrefillResponse()
+
     async def Prefill(self, request, context):
+        request = self._whole(request)
         self.prefills.append(request)
         self.prefill_timeouts.append(context.time_remaining())
         await self._step(self.prefill_steps, "prefill")
@@ -196,7 +210,45 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             report=self.pull_report if request.transfer_params_json else self.report,
         )
 
+    async def PrepareDecode(self, request, context):
+        await self._keep(request.leg, context)
+        return worker_pb2.PrepareDecodeResponse()
+
+    async def _keep(self, leg: Any, context: Any) -> None:
+        self.preparations.append(leg)
+        if not self.prepares:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        taken = asyncio.Event()
+        self._waiting[leg.turn_id] = leg, taken
+        try:
+            await taken.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append("prepare")
+            raise
+        finally:
+            self._waiting.pop(leg.turn_id, None)
+
+    def lose_bodies(self) -> None:
+        """Forget what came ahead; its calls stay open."""
+        self._waiting.clear()
+
+    def _whole(self, request: Any) -> Any:
+        """The leg with the body that came ahead."""
+        if not request.prepared:
+            return request
+        self.without_body += 1
+        waiting = self._waiting.pop(request.turn_id, None)
+        if waiting is None:
+            raise PreconditionError("the body is not here", reason="NOT_PREPARED")
+        leg, taken = waiting
+        taken.set()
+        whole = type(request)()
+        whole.CopyFrom(leg)
+        whole.MergeFrom(request)
+        return whole
+
     async def Decode(self, request, context):
+        request = self._whole(request)
         self.decodes.append(request)
         self.decode_timeouts.append(context.time_remaining())
         await self._step(self.decode_steps, "decode")

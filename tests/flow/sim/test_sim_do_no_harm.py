@@ -26,6 +26,7 @@ from services.worker.event_messages import EngineRef, Hello
 from services.worker.handoff import PrefillReport
 from services.worker.metrics import WorkerMetrics
 from services.worker.prefill import PrefillLeg, PrefillOrder
+from services.worker.prefill_body import read_prefill_body
 from services.worker.pull_costs import GuardLimits, PullCosts
 from tests.unit.sim.lab import Lab, open_lab, prompt_of
 
@@ -127,7 +128,7 @@ class World:
             PrefillOrder(
                 f"turn-{self.turns}",
                 Api.COMPLETIONS,
-                json.dumps({"prompt": prompt}).encode(),
+                read_prefill_body(Api.COMPLETIONS, json.dumps({"prompt": prompt}).encode()),
                 handle,
                 ref if handle else None,
             )

@@ -1,4 +1,4 @@
-"""The bare protocol's engines are those that kvloop's sidecars start, but for the connector."""
+"""The bare protocol's engines have the flags of those that sidecars start, and no kvloop code."""
 
 from __future__ import annotations
 
@@ -106,13 +106,15 @@ async def _kvloop(
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_nothing_but_the_connector_tells_bare_engines_from_kvloops(
+async def test_nothing_but_connector_and_plugins_tells_bare_engines_from_kvloops(
     pairs: dict[str, EnginePair], role: Role, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = await _kvloop(pairs["q8"], role, tmp_path, monkeypatch)
     bare = _bare(pairs["q8-bare"], role, tmp_path)
     assert bare.without(CONNECTOR) == ours.without(CONNECTOR)
-    assert bare.environment == ours.environment
+    shared = {name: text for name, text in ours.environment.items() if name != EVENTS_SOCKET}
+    assert bare.environment == {**shared, "VLLM_PLUGINS": "none"}
+    assert ours.environment.get("VLLM_PLUGINS") is None
     extra = ours.connector["kv_connector_extra_config"]
     assert bare.connector == {
         **{name: v for name, v in ours.connector.items() if name != "kv_connector_module_path"},
@@ -124,21 +126,23 @@ async def test_nothing_but_the_connector_tells_bare_engines_from_kvloops(
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_bare_engines_have_kvloops_layout_and_plugin_and_hand_over_both_ways(
+def test_bare_engines_have_kvloops_layout_none_of_its_code_and_hand_over_both_ways(
     pairs: dict[str, EnginePair], role: Role, tmp_path: Path
 ) -> None:
     bare = _bare(pairs["q8-bare"], role, tmp_path)
     assert bare.last("--block-size") == "64"
     assert bare.environment[MODEL_RUNNER] == "0"
-    assert "VLLM_PLUGINS" not in bare.environment
-    assert bare.environment[EVENTS_SOCKET]
+    assert bare.environment["VLLM_PLUGINS"] == "none"
+    assert EVENTS_SOCKET not in bare.environment
+    assert "services." not in bare.last(CONNECTOR)
+    assert "kvloop" not in bare.last(CONNECTOR)
     extra = bare.connector["kv_connector_extra_config"]
     assert extra["enable_cross_layers_blocks"] is True
     assert extra["bidirectional_kv_xfer"] is True
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_stock_engines_differ_from_those_by_blocks_of_16_and_no_plugin_alone(
+def test_stock_engines_differ_from_those_by_blocks_of_16_alone(
     pairs: dict[str, EnginePair], role: Role, tmp_path: Path
 ) -> None:
     bare = _bare(pairs["q8-bare"], role, tmp_path)
@@ -146,4 +150,4 @@ def test_stock_engines_differ_from_those_by_blocks_of_16_and_no_plugin_alone(
     assert stock.last("--block-size") == "16"
     assert stock.connector == bare.connector
     assert stock.without("--block-size") == bare.without("--block-size")
-    assert stock.environment == {**bare.environment, "VLLM_PLUGINS": "none"}
+    assert stock.environment == bare.environment

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from rich.console import Console
 
-from bench.gpu.added import added
+from bench.gpu.added import Comparison, added
 from bench.gpu.bare import BareTurns
 from bench.gpu.engine_times import EngineSums, EngineTimes, EngineWatch
 from bench.gpu.hops import breakdown, hop_table, hops, sum_of_medians
@@ -30,6 +30,7 @@ from tests.flow.sim.engines import MODEL, prompt
 from tests.unit.bench.fakes import FakeTurns, result
 
 MS = 1_000_000
+ON = Comparison("on", "bare-on")
 PAGE = """
 vllm:request_queue_time_seconds_sum{engine="0",model_name="m"} 1.5
 vllm:request_queue_time_seconds_count{engine="0",model_name="m"} 3.0
@@ -85,6 +86,20 @@ def test_without_a_ledger_the_router_has_its_time() -> None:
     assert sum(taken.values()) == 153
 
 
+def test_what_decode_prepares_while_prefill_works_is_no_hop() -> None:
+    beside = [span("PrepareDecode", 21, 60), span("prepare_decode", 22, 92, engine_asked=23)]
+    assert hops([*beside, *trace()]) == hops([*trace(), *beside]) == hops(trace())
+
+
+def test_a_hop_that_had_ended_when_the_one_before_did_takes_no_time() -> None:
+    at = next(one for one in trace() if one.name == "decode")
+    early = dataclasses.replace(at, events={**at.events, "engine_asked": 50 * MS})
+    taken = hops([one for one in trace() if one.name != "decode"] + [early])
+    assert taken["D's sidecar, before the engine"] == 0
+    assert taken["D's engine, HTTP and all"] == 14 + 15
+    assert sum(taken.values()) == 153
+
+
 def test_a_turn_that_lacks_a_leg_is_not_told() -> None:
     assert hops([span for span in trace() if span.name != "decode"]) == {}
 
@@ -102,7 +117,7 @@ def _run_and_book() -> tuple[Run, Book]:
             ("bare-on", 0.020, 0.007, 0.013, None),
         ):
             taken = dataclasses.replace(
-                result(ttft=ttft),
+                result(ttft=ttft, pulled=50),
                 prefill_leg_seconds=prefill,
                 decode_leg_seconds=decode,
                 record_id=key,
@@ -116,7 +131,7 @@ def _run_and_book() -> tuple[Run, Book]:
 
 def test_the_rows_of_what_is_added_come_to_the_difference_to_the_bare_turn() -> None:
     run, book = _run_and_book()
-    rows = breakdown(run, "on", book)
+    rows = breakdown(run, ON, book)
     told = {row.name: row for row in rows}
     assert told["TTFT"].p50 == pytest.approx(153)
     assert told["added"].p50 == pytest.approx(153 - 20)
@@ -129,13 +144,13 @@ def test_the_rows_of_what_is_added_come_to_the_difference_to_the_bare_turn() -> 
     assert around.p50 == pytest.approx(9 - 6)
     assert around.count == 3
     assert "P's HTTP around its ttft: bare" not in told  # its engine was not asked
-    assert breakdown(run, "off", book) == []
+    assert breakdown(run, Comparison("off", "bare-off"), book) == []
 
 
 def test_the_table_shows_each_row_once_and_the_sum() -> None:
     run, book = _run_and_book()
     console = Console(file=io.StringIO(), width=160)
-    console.print(hop_table({"8192 on": breakdown(run, "on", book)}))
+    console.print(hop_table({"8192 on": breakdown(run, ON, book)}))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert shown.count("longer than that by") == 2
     assert "* ledger -> router" in shown
@@ -232,12 +247,13 @@ async def test_a_turn_through_a_whole_kvloop_is_told_hop_by_hop(
                 turning = ObservedTurns(
                     turns, watch, book, trace_every=every, wall_clock=time.time_ns
                 )
-                first = await turning.run(TurnRequest(name, prompt(300), 16, True, last=False))
+                # So long an answer that it is worth a pull: prefill has the prompt already.
+                first = await turning.run(TurnRequest(name, prompt(300), 128, True, last=False))
                 history = [*prompt(300), *first.token_ids, *prompt(20, seed=1)]
                 taken[name] = await turning.run(TurnRequest(name, history, 8, True, last=True))
             await book.complete(at_most_seconds=10)
         run = Run(tuple(Sample(shape, name, 0, 0, 2, taken[name]) for name in taken), ())
-        rows = {row.name: row for row in breakdown(run, "on", book)}
+        rows = {row.name: row for row in breakdown(run, ON, book)}
     assert len([name for name in rows if "->" in name]) == 8
     assert rows["TTFT"].p50 == pytest.approx(taken["on"].ttft_seconds * 1e3)
     parts = [row for row in rows.values() if row.added]

@@ -18,8 +18,10 @@ from bench.relay.clients import BareWay, HttpWay, LegsWay, Timing, connect, open
 from bench.relay.fake_engine import Connection, FakeEngine
 from bench.relay.report import records
 from kvloop.worker.v1 import worker_pb2
+from services.worker.engine import Api
 from services.worker.event_messages import Finished, Hello, read_line, request_id_of
 from services.worker.handoff import read_reply
+from services.worker.http_engine import open_engine
 from services.worker.proof import Proof
 
 CLOCK = time.perf_counter
@@ -76,6 +78,23 @@ async def test_both_legs_reach_their_engines_and_the_sidecar_hears_of_the_turn()
         assert request_id_of(event.params) == "cmpl-0"
         for lane in lanes:
             lane.close()
+
+
+async def test_an_engine_reads_bodies_that_come_in_parts() -> None:
+    async with _engine("decode") as (engine, port):
+        told: list[bytes] = []
+        engine.send_event = told.append
+        async with open_engine(
+            f"http://127.0.0.1:{port}", max_connections=1, connect_timeout_seconds=5
+        ) as sidecar:
+            for number in range(2):  # the connection is kept
+                begun = sidecar.begin(Api.CHAT_COMPLETIONS, b'{"a":1', {})
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(begun.run())
+                    assert await begun.finish(b',"kvloop_turn_id":"t%d"}' % number)
+                    async with begun.stream() as batches:
+                        assert [batch async for batch in batches]
+    assert len(told) == 2
 
 
 async def test_one_server_is_a_way_too() -> None:

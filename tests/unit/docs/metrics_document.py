@@ -25,12 +25,14 @@ from services.kvmeta.metrics import KvmetaMetrics
 from services.router.breaker import BreakerState
 from services.router.metrics import Fallback, HandleReturn, Outcome, RouterMetrics
 from services.router.moves import Move
+from services.router.preparation import Prepared
 from services.worker.budget import Shortage
 from services.worker.commits import CommitOutcome
 from services.worker.engine import Api
 from services.worker.handoff import MissingHandoff
 from services.worker.metrics import WorkerMetrics
 from services.worker.pins import ReleaseCause
+from services.worker.prepared_request import PreparationOutcome
 from tests.unit.docs.generated_part import DOCS, with_part
 
 PAGE = DOCS / "metrics.md"
@@ -68,6 +70,8 @@ LABEL_VALUES = {
     ("kvloop_router_fallbacks", "cause"): _words(Fallback),
     ("kvloop_router_turns_moved", "reason"): _words(Move),
     ("kvloop_router_handle_returns", "outcome"): _words(HandleReturn),
+    ("kvloop_router_bodies_ahead", "leg"): _listed(["prefill", "decode"]),
+    ("kvloop_router_bodies_ahead", "outcome"): _words(Prepared),
     ("kvloop_router_prompt_tokens", "source"): _listed(["pulled", "cached", "recomputed"]),
     ("kvloop_router_breakers", "state"): _words(BreakerState),
     ("kvloop_router_errors", "reason"): _ERROR_REASON + ", in lower case as in `worker_lost`",
@@ -81,6 +85,7 @@ LABEL_VALUES = {
         verdict.value.lower() for verdict in kvmeta_model.PinVerdict
     ),
     ("kvloop_worker_commits", "outcome"): _words(CommitOutcome),
+    ("kvloop_worker_preparations", "outcome"): _words(PreparationOutcome),
     ("kvloop_worker_handoffs_missing", "api"): _words(Api),
     ("kvloop_worker_handoffs_missing", "reason"): _words(MissingHandoff),
     ("kvloop_worker_orphan_turns", "cause"): _listed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,20 @@ BREAK = object()
 
 
 @dataclass
+class Arriving:
+    """A request of which the fake has got the headers, and perhaps more."""
+
+    headers: Mapping[str, str]
+    transport: asyncio.Transport | None
+    raw: bytes = b""
+
+    def cut(self) -> None:
+        """Cut its connection."""
+        assert self.transport is not None
+        self.transport.abort()
+
+
+@dataclass
 class Received:
     """A request that the fake has got."""
 
@@ -23,6 +37,7 @@ class Received:
     raw: bytes
     connection: object
     """Identity of the TCP connection it came on."""
+    headers: Mapping[str, str] = field(default_factory=dict)
     disconnected: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -119,6 +134,12 @@ class FakeVllm:
     def __init__(self) -> None:
         self.url = ""
         self.received: list[Received] = []
+        self.arriving: list[Arriving] = []
+        """Requests that are not whole yet."""
+        self.open = 0
+        """Requests that are not answered yet."""
+        self.early: dict[str, Answer] = {}
+        """Answers to requests that are not whole yet, by path."""
         self.healthy = True
         self.answers: dict[str, Answer] = {
             "/v1/models": Answer(body=MODELS),
@@ -130,8 +151,32 @@ class FakeVllm:
         """What came for a path."""
         return [received for received in self.received if received.path == path]
 
+    def cut_all(self) -> None:
+        """Cut the connections of all requests that have come whole."""
+        for received in self.received:
+            if isinstance(received.connection, asyncio.Transport):
+                received.connection.abort()
+
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        received = Received(request.path, await request.read(), request.transport)
+        self.open += 1
+        try:
+            return await self._handle(request)
+        finally:
+            self.open -= 1
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        early = self.early.get(request.path)
+        if early is not None:
+            await request.content.readany()
+            return await self._answer(request, early)
+        arriving = Arriving(dict(request.headers), request.transport)
+        self.arriving.append(arriving)
+        try:
+            async for piece in request.content.iter_any():
+                arriving.raw += piece
+        finally:
+            self.arriving.remove(arriving)
+        received = Received(request.path, arriving.raw, request.transport, arriving.headers)
         self.received.append(received)
         if request.path == "/health":
             return web.Response(status=200 if self.healthy else 503)
@@ -139,16 +184,19 @@ class FakeVllm:
         if answer is None:
             return web.Response(status=404, body=b'{"detail":"Not Found"}')
         try:
-            if answer.hold is not None:
-                await answer.hold.wait()
-            if answer.steps is None:
-                return web.Response(
-                    status=answer.status, body=answer.body, content_type="application/json"
-                )
-            return await self._stream(request, answer.steps)
+            return await self._answer(request, answer)
         except (asyncio.CancelledError, ConnectionError):
             received.disconnected.set()
             raise
+
+    async def _answer(self, request: web.Request, answer: Answer) -> web.StreamResponse:
+        if answer.hold is not None:
+            await answer.hold.wait()
+        if answer.steps is None:
+            return web.Response(
+                status=answer.status, body=answer.body, content_type="application/json"
+            )
+        return await self._stream(request, answer.steps)
 
     async def _stream(self, request: web.Request, steps: Sequence[object]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

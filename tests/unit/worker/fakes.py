@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -51,9 +51,16 @@ class FakeEngine:
         self.load = EngineGauges(1, 2, 0.25)
         self.is_healthy: Callable[[], bool] = lambda: True
         self.aborted = 0
+        self.begun: list[FakeBegunRequest] = []
+        self.answers = asyncio.Event()
+        """Replies to requests in two parts begin when this is set."""
+        self.answers.set()
 
     async def complete(self, api: Api, body: bytes) -> bytes:
-        self._keep(body)
+        self.keep(body)
+        return self.next_reply()
+
+    def next_reply(self) -> bytes:
         reply = self.replies.pop(0)
         if isinstance(reply, Exception):
             raise reply
@@ -61,7 +68,22 @@ class FakeEngine:
 
     @asynccontextmanager
     async def stream(self, api: Api, body: bytes) -> AsyncIterator[AsyncIterator[Sequence[bytes]]]:
-        self._keep(body)
+        self.keep(body)
+        async with self.scripted() as events:
+            yield events
+
+    def begin(self, api: Api, head: bytes, headers: Mapping[str, str]) -> FakeBegunRequest:
+        begun = FakeBegunRequest(self, head, headers)
+        self.begun.append(begun)
+        return begun
+
+    @property
+    def connections(self) -> int:
+        """Requests in two parts that have a connection."""
+        return sum(begun.connected for begun in self.begun)
+
+    @asynccontextmanager
+    async def scripted(self) -> AsyncIterator[AsyncIterator[Sequence[bytes]]]:
         ended = False
 
         async def events() -> AsyncIterator[Sequence[bytes]]:
@@ -89,7 +111,7 @@ class FakeEngine:
         return self.served
 
     async def tokenize(self, body: bytes) -> TokenCount:
-        self._keep(body)
+        self.keep(body)
         return TokenCount(7, 4096)
 
     async def gauges(self) -> EngineGauges:
@@ -98,9 +120,80 @@ class FakeEngine:
     async def healthy(self) -> bool:
         return self.is_healthy()
 
-    def _keep(self, body: bytes) -> None:
+    def keep(self, body: bytes) -> None:
         self.raw_bodies.append(body)
         self.bodies.append(msgspec.json.decode(body))
+
+
+class FakeBegunRequest:
+    """A request in two parts to a FakeEngine, which keeps it once it is whole."""
+
+    def __init__(self, engine: FakeEngine, head: bytes, headers: Mapping[str, str]) -> None:
+        self._engine = engine
+        self.head = head
+        self.headers = headers
+        self.connected = False
+        self._closed = False
+        self._rest: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._whole = False
+        self._replies = False
+        self._ended = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+
+    def break_off(self) -> None:
+        """The engine closes the connection."""
+        self._rest.put_nowait(None)
+
+    async def run(self) -> None:
+        if not self._closed:
+            async with asyncio.TaskGroup() as group:
+                self._serving = group.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        self.connected = True
+        try:
+            rest = await self._rest.get()
+            if rest is not None:
+                self._whole = True
+                self._engine.keep(self.head + rest)
+                await self._engine.answers.wait()
+                self._replies = True
+        finally:
+            self.connected = self._replies
+            self._engine.aborted += self._whole and not self._replies
+            self._ended.set()
+
+    async def finish(self, rest: bytes) -> bool:
+        if self._ended.is_set():
+            return False
+        self._rest.put_nowait(rest)
+        try:
+            await self._ended.wait()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if self._whole and not self._replies:
+            raise UnavailableError("the engine is gone", reason="ENGINE_LOST")
+        return self._replies
+
+    @asynccontextmanager
+    async def stream(self) -> AsyncIterator[AsyncIterator[Sequence[bytes]]]:
+        try:
+            async with self._engine.scripted() as events:
+                yield events
+        finally:
+            self.connected = False
+
+    async def complete(self) -> bytes:
+        self.connected = False
+        return self._engine.next_reply()
+
+    def close(self) -> None:
+        self._closed = True
+        self.connected = False
+        if self._serving is not None:
+            self._serving.cancel()
+        self._ended.set()
 
 
 class FakeLedger:

@@ -14,6 +14,7 @@ from kvloop.errors import ConflictError, InternalError, InvalidFieldError, Unava
 from services.worker.chunks import Usage
 from services.worker.commits import CommitLimits, CommitOutcome, TurnCommitter
 from services.worker.decode import DecodeLeg, DecodeOrder, DecodeSummary
+from services.worker.decode_body import read_decode_body
 from services.worker.engine import DONE, Api
 from services.worker.event_hub import EventHub
 from services.worker.ledger import Conversation
@@ -86,7 +87,8 @@ def _order(
     params: bytes = b"",
     conversation: Conversation | None = CONVERSATION,
 ) -> DecodeOrder:
-    return DecodeOrder("turn-1", Api.CHAT_COMPLETIONS, body, params, conversation)
+    read = read_decode_body(Api.CHAT_COMPLETIONS, body, whole=False)
+    return DecodeOrder("turn-1", Api.CHAT_COMPLETIONS, read, params, conversation)
 
 
 async def _run(leg: DecodeLeg, order: DecodeOrder) -> tuple[list[bytes], DecodeSummary]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -16,7 +17,15 @@ from kvloop.errors import (
     UnavailableError,
 )
 from services.worker import engine_errors
-from services.worker.engine import DONE, Api, Engine, EngineGauges, EngineModel, TokenCount
+from services.worker.engine import (
+    DONE,
+    Api,
+    BegunRequest,
+    Engine,
+    EngineGauges,
+    EngineModel,
+    TokenCount,
+)
 from services.worker.http_engine import open_engine
 from tests.unit.worker.fake_vllm import BREAK, Answer, error_body, fake_vllm
 from tests.unit.worker.fakes import FakeEngine, until
@@ -36,6 +45,16 @@ class Subject:
     aborted: Callable[[], bool]
     """True once the engine has noticed that the caller is gone."""
     set_health: Callable[[bool], None]
+    hold: Callable[[], asyncio.Event]
+    """Let the scripted reply begin only when the event is set."""
+    head: Callable[[], bytes]
+    """What the engine has of a request that is not whole yet."""
+    bodies: Callable[[], list[bytes]]
+    """Whole bodies that the engine has got."""
+    cut: Callable[[], None]
+    """Cut the connection of the request that is not whole yet."""
+    connections: Callable[[], int]
+    """Requests that the engine has, whole or not, and has not answered."""
 
 
 def _fake() -> Subject:
@@ -52,7 +71,22 @@ def _fake() -> Subject:
     def set_health(healthy: bool) -> None:
         engine.is_healthy = lambda: healthy
 
-    return Subject(engine, reply, stream, lambda: engine.aborted > 0, set_health)
+    def hold() -> asyncio.Event:
+        engine.answers.clear()
+        return engine.answers
+
+    return Subject(
+        engine,
+        reply,
+        stream,
+        lambda: engine.aborted > 0,
+        set_health,
+        hold,
+        lambda: b"".join(begun.head for begun in engine.begun if begun.connected),
+        lambda: engine.raw_bodies,
+        lambda: engine.begun[-1].break_off(),
+        lambda: engine.connections,
+    )
 
 
 @pytest.fixture(params=["fake", "http"])
@@ -75,12 +109,21 @@ async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
             framed.append(b"data: [DONE]\n\n" if whole else BREAK)
             vllm.answers[CHAT] = Answer(steps=framed)
 
+        def hold() -> asyncio.Event:
+            held = vllm.answers[CHAT].hold = asyncio.Event()
+            return held
+
         yield Subject(
             engine,
             reply,
             stream,
             lambda: vllm.received[-1].disconnected.is_set(),
             lambda healthy: setattr(vllm, "healthy", healthy),
+            hold,
+            lambda: b"".join(arriving.raw for arriving in vllm.arriving),
+            lambda: [received.raw for received in vllm.requests(CHAT)],
+            lambda: vllm.arriving[-1].cut(),
+            lambda: vllm.open,
         )
 
 
@@ -165,3 +208,137 @@ async def test_models_tokens_load_and_health(subject: Subject) -> None:
     assert await engine.healthy()
     subject.set_health(False)
     assert not await engine.healthy()
+
+
+HEAD, REST = b'{"a":1', b',"b":2}'
+
+
+@asynccontextmanager
+async def _begun(subject: Subject) -> AsyncIterator[BegunRequest]:
+    """A request of which the engine has the head; closed at the end."""
+    begun = subject.engine.begin(CHAT, HEAD, {})
+    async with asyncio.TaskGroup() as group:
+        group.create_task(begun.run())
+        await until(lambda: subject.head() == HEAD)
+        try:
+            yield begun
+        finally:
+            begun.close()
+
+
+async def test_a_request_in_two_parts_arrives_whole_and_streams_its_reply(
+    subject: Subject,
+) -> None:
+    subject.stream([b'{"a":1}', b'{"b":2}'], True)
+    async with _begun(subject) as begun:
+        assert subject.bodies() == []
+        assert await begun.finish(REST)
+        assert subject.bodies() == [HEAD + REST]
+        async with begun.stream() as batches:
+            found = [payload async for batch in batches for payload in batch]
+    assert found == [b'{"a":1}', b'{"b":2}', DONE]
+    assert not subject.aborted()
+
+
+async def test_a_request_in_two_parts_has_a_whole_reply(subject: Subject) -> None:
+    subject.reply(200, b'{ "a":1.0 }')
+    async with _begun(subject) as begun:
+        assert await begun.finish(REST)
+        assert await begun.complete() == b'{ "a":1.0 }'
+
+
+async def test_errors_in_reply_to_both_parts_are_typed(subject: Subject) -> None:
+    for read in (_whole, _first_event):
+        subject.reply(400, error_body("bad", 400))
+        async with _begun(subject) as begun:
+            assert await begun.finish(REST)
+            with pytest.raises(InvalidFieldError):
+                await read(begun)
+
+
+async def _whole(begun: BegunRequest) -> bytes:
+    return await begun.complete()
+
+
+async def _first_event(begun: BegunRequest) -> bytes:
+    async with begun.stream() as batches:
+        return (await anext(batches))[0]
+
+
+async def test_a_connection_that_broke_before_the_rest_is_told_and_not_raised(
+    subject: Subject,
+) -> None:
+    begun = subject.engine.begin(CHAT, HEAD, {})
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(begun.run())
+        await until(lambda: subject.head() == HEAD)
+        subject.cut()
+        await running
+        assert not await begun.finish(REST)
+    assert (subject.bodies(), subject.connections()) == ([], 0)
+
+
+async def test_giving_a_request_up_closes_its_connection(subject: Subject) -> None:
+    async with _begun(subject) as begun:
+        begun.close()
+        begun.close()
+        await until(lambda: subject.connections() == 0)
+    assert subject.bodies() == []
+
+
+async def test_a_request_that_is_given_up_before_it_runs_never_goes_out(
+    subject: Subject,
+) -> None:
+    begun = subject.engine.begin(CHAT, HEAD, {})
+    begun.close()
+    await begun.run()
+    assert (subject.head(), subject.connections()) == (b"", 0)
+
+
+async def test_cancelling_whoever_runs_a_request_closes_its_connection(subject: Subject) -> None:
+    begun = subject.engine.begin(CHAT, HEAD, {})
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(begun.run())
+        await until(lambda: subject.head() == HEAD)
+        running.cancel()
+    await until(lambda: subject.connections() == 0)
+    assert not await begun.finish(REST)
+
+
+async def test_cancelling_whoever_finishes_a_request_aborts_it(subject: Subject) -> None:
+    subject.stream([b'{"a":1}'], True)
+    subject.hold()
+    async with _begun(subject) as begun, asyncio.TaskGroup() as group:
+        finishing = group.create_task(begun.finish(REST))
+        await until(subject.bodies)
+        finishing.cancel()
+        await until(subject.aborted)
+    await until(lambda: subject.connections() == 0)
+
+
+async def test_leaving_the_reply_to_both_parts_early_aborts_the_request(subject: Subject) -> None:
+    subject.stream([b'{"a":1}', asyncio.Event()], True)
+    async with _begun(subject) as begun:
+        assert await begun.finish(REST)
+        async with begun.stream() as batches:
+            await anext(batches)
+        await until(subject.aborted)
+
+
+async def test_a_run_that_is_cut_off_after_the_rest_loses_the_request(subject: Subject) -> None:
+    """The engine may have begun: nobody must send it again."""
+    subject.stream([b'{"a":1}'], True)
+    subject.hold()
+    begun = subject.engine.begin(CHAT, HEAD, {})
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(begun.run())
+        finishing = group.create_task(_reason_of(begun))
+        await until(subject.bodies)
+        running.cancel()
+    assert await finishing == "ENGINE_LOST"
+
+
+async def _reason_of(begun: BegunRequest) -> str:
+    with pytest.raises(UnavailableError) as caught:
+        await begun.finish(REST)
+    return caught.value.reason

@@ -14,7 +14,13 @@ from pydantic_settings import CliApp
 from structlog.testing import capture_logs
 
 import services
-from services.worker import engine_detokenizer, engine_events
+from services.worker import (
+    engine_detokenizer,
+    engine_events,
+    engine_front,
+    engine_log,
+    engine_plugin,
+)
 from services.worker.launcher import (
     choose_platform,
     config_keys,
@@ -75,7 +81,8 @@ def test_vllm_in_another_environment_finds_the_plugin(
     """As an installation has it: its own metadata, and the plugin's modules."""
     site = tmp_path / "site-packages"
     (site / "services" / "worker").mkdir(parents=True)
-    for module in (engine_detokenizer, engine_events):
+    parts = (engine_detokenizer, engine_events, engine_front, engine_log, engine_plugin)
+    for module in parts:
         assert module.__file__
         shutil.copy(module.__file__, site / "services" / "worker")
     installed = distribution("kvloop")

@@ -14,15 +14,13 @@ from kvloop.errors import InvalidFieldError
 from services.worker.engine import Api
 from services.worker.legs import (
     Prompt,
-    decode_body,
     parse_body,
-    prefill_body,
     prompt_token_ids,
     splice,
     tokenize_body,
     unsplittable_field,
-    wants_usage_chunk,
 )
+from services.worker.prefill_body import read_prefill_body, rest_of_prefill_body
 
 HANDLE = (
     b' { "do_remote_decode":true, "remote_block_ids":[[1, 2],[3]],"deadline":12.50,'
@@ -30,18 +28,13 @@ HANDLE = (
 )
 
 
+def _prefill_body(api: Api, body: bytes, **rest: Any) -> bytes:
+    return read_prefill_body(api, body) + rest_of_prefill_body(**rest)
+
+
 def _prefill(body: bytes, handle: bytes = b"") -> dict[str, Any]:
     decoded: dict[str, Any] = json.loads(
-        prefill_body(Api.CHAT_COMPLETIONS, parse_body(body), turn_id="t1", handle=handle)
-    )
-    return decoded
-
-
-def _decode(body: bytes, params: bytes = b"", *, retain: bool = True) -> dict[str, Any]:
-    decoded: dict[str, Any] = json.loads(
-        decode_body(
-            Api.CHAT_COMPLETIONS, parse_body(body), turn_id="t1", params=params, retain=retain
-        )
+        _prefill_body(Api.CHAT_COMPLETIONS, body, turn_id="t1", handle=handle)
     )
     return decoded
 
@@ -90,7 +83,7 @@ def test_prefill_keeps_what_shapes_the_prompt() -> None:
 
 def test_prefill_of_a_response_makes_one_token_and_is_not_kept() -> None:
     raw = b'{"input":"x","max_output_tokens":9,"include":["x"],"store":true,"stop":["a"]}'
-    body = json.loads(prefill_body(Api.RESPONSES, parse_body(raw), turn_id="t1", handle=b""))
+    body = json.loads(_prefill_body(Api.RESPONSES, raw, turn_id="t1", handle=b""))
     assert body.pop("kv_transfer_params")["do_remote_decode"] is True
     assert body == {
         "input": "x",
@@ -101,71 +94,10 @@ def test_prefill_of_a_response_makes_one_token_and_is_not_kept() -> None:
     }
 
 
-def test_decode_of_a_response_is_the_clients_body_streamed() -> None:
-    members = parse_body(b'{"input":"x","max_output_tokens":9}')
-    body = json.loads(decode_body(Api.RESPONSES, members, turn_id="t", params=b"", retain=False))
-    assert body == {"input": "x", "max_output_tokens": 9, "stream": True}
-    assert wants_usage_chunk(Api.RESPONSES, parse_body(b'{"stream":true}'))
-
-
 def test_prefill_carries_the_handle_byte_for_byte() -> None:
-    body = prefill_body(
-        Api.CHAT_COMPLETIONS, parse_body(b'{"model":"m"}'), turn_id="t1", handle=HANDLE
-    )
+    body = _prefill_body(Api.CHAT_COMPLETIONS, b'{"model":"m"}', turn_id="t1", handle=HANDLE)
     assert HANDLE.strip()[1:].lstrip() in body
     assert json.loads(body)["kv_transfer_params"]["kvloop_turn_id"] == "t1"
-
-
-def test_decode_keeps_the_body_and_switches_stream_and_usage_on() -> None:
-    body = _decode(
-        b'{"model":"m","max_tokens":9,"stop":["x"],"stream":false,"n":2,'
-        b'"stream_options":{"continuous_usage_stats":true,"include_usage":false}}',
-        retain=False,
-    )
-    assert body == {
-        "model": "m",
-        "max_tokens": 9,
-        "stop": ["x"],
-        "stream": True,
-        "n": 2,
-        "stream_options": {"continuous_usage_stats": True, "include_usage": True},
-    }
-
-
-@pytest.mark.parametrize("options", [b"null", b"{}"])
-def test_decode_accepts_empty_stream_options(options: bytes) -> None:
-    body = _decode(b'{"stream_options":' + options + b"}", retain=False)
-    assert body["stream_options"] == {"include_usage": True}
-
-
-def test_decode_names_stream_options_of_the_wrong_type() -> None:
-    with pytest.raises(InvalidFieldError) as caught:
-        _decode(b'{"stream_options":[1]}')
-    assert caught.value.field == "stream_options"
-
-
-def test_decode_without_hand_off_asks_the_engine_to_retain() -> None:
-    assert _decode(b"{}")["kv_transfer_params"] == {
-        "kvloop_turn_id": "t1",
-        "do_remote_prefill": False,
-        "do_remote_decode": False,
-    }
-
-
-def test_decode_without_hand_off_and_conversation_leaves_no_trace() -> None:
-    assert "kv_transfer_params" not in _decode(b"{}", retain=False)
-
-
-def test_decode_with_hand_off_but_no_conversation_is_not_retained() -> None:
-    params = _decode(b"{}", b'{"remote_port":1}', retain=False)["kv_transfer_params"]
-    assert params == {"kvloop_turn_id": "t1", "kvloop_retain": False, "remote_port": 1}
-
-
-def test_untouched_members_stay_byte_for_byte() -> None:
-    raw = b'{ "a" : [1, 2.0,\t1e5, {"x":null}], "b":"\\u00e9\\ud83d\\ude00", "c":-0 }'
-    body = decode_body(Api.CHAT_COMPLETIONS, parse_body(raw), turn_id="t", params=b"", retain=False)
-    for value in (b'[1, 2.0,\t1e5, {"x":null}]', b'"\\u00e9\\ud83d\\ude00"', b'"c":-0'):
-        assert value in body
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b'{"a":', b"\xff"])
@@ -251,20 +183,6 @@ def test_what_cannot_run_in_two_legs(api: Api, body: bytes, field: str | None) -
     assert unsplittable_field(api, parse_body(body)) == field
 
 
-@pytest.mark.parametrize(
-    ("body", "wanted"),
-    [
-        (b"{}", True),
-        (b'{"stream":false}', True),
-        (b'{"stream":true}', False),
-        (b'{"stream":true,"stream_options":null}', False),
-        (b'{"stream":true,"stream_options":{"include_usage":true}}', True),
-    ],
-)
-def test_the_usage_chunk_is_the_clients_only_if_it_asked(body: bytes, wanted: bool) -> None:
-    assert wants_usage_chunk(Api.CHAT_COMPLETIONS, parse_body(body)) is wanted
-
-
 def test_tokenizing_sends_only_what_shapes_the_prompt() -> None:
     body = tokenize_body(parse_body(b'{"model":"m","messages":[],"tools":[],"max_tokens":5}'))
     assert msgspec.json.decode(body) == {"model": "m", "messages": [], "tools": []}
@@ -317,10 +235,13 @@ def test_transfer_params_beside_a_placed_prompt_are_refused() -> None:
 
 
 def test_token_ids_are_handed_over_only_if_asked() -> None:
-    members = parse_body(b'{"model":"m"}')
     for asked in (True, False):
-        body = prefill_body(
-            Api.CHAT_COMPLETIONS, members, turn_id="t", handle=HANDLE, hand_token_ids_over=asked
+        body = _prefill_body(
+            Api.CHAT_COMPLETIONS,
+            b'{"model":"m"}',
+            turn_id="t",
+            handle=HANDLE,
+            hand_token_ids_over=asked,
         )
         params = json.loads(body)["kv_transfer_params"]
         assert params.get("kvloop_hand_token_ids_over") is (True if asked else None)

@@ -12,6 +12,7 @@ from services.worker.event_messages import EngineRef
 from services.worker.handoff import PrefillReport
 from services.worker.metrics import WorkerMetrics
 from services.worker.prefill import PrefillLeg, PrefillOrder
+from services.worker.prefill_body import read_prefill_body
 from services.worker.pull_costs import PullCosts
 from tests.unit.worker.fakes import FakeClock, FakeEngine, hello
 from tests.unit.worker.pull_world import DECODE, LIMITS
@@ -49,7 +50,8 @@ def _order(
     engine: EngineRef | None = DECODE,
     extension_seconds: float = 0.0,
 ) -> PrefillOrder:
-    return PrefillOrder("turn-1", Api.CHAT_COMPLETIONS, body, handle, engine, extension_seconds)
+    head = read_prefill_body(Api.CHAT_COMPLETIONS, body)
+    return PrefillOrder("turn-1", Api.CHAT_COMPLETIONS, head, handle, engine, extension_seconds)
 
 
 async def test_the_hand_off_is_passed_on_byte_for_byte(leg: PrefillLeg, engine: FakeEngine) -> None:

@@ -25,6 +25,13 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+def test_prepared_legs_leave_other_requests_half_of_the_connections() -> None:
+    few = _settings("--role=decode", "--engine-max-connections=100")
+    assert few.prepared_legs_limit == 50
+    assert _settings("--role=decode").prepared_legs_limit == 256
+    assert _settings("--role=decode", "--prepared-legs=0").prepared_legs_limit == 0
+
+
 @pytest.mark.parametrize(
     ("role", "listen", "engine", "side_channel"),
     [("prefill", 7300, 8100, 5600), ("decode", 7400, 8200, 5700)],

@@ -15,6 +15,7 @@ from services.common.history_digest import conversation_id, extend, start
 from services.worker.chunks import Usage
 from services.worker.commits import CommitLimits, CommitOutcome, TurnCommitter
 from services.worker.decode import DecodeLeg, DecodeOrder, DecodeSummary
+from services.worker.decode_body import read_decode_body
 from services.worker.engine import DONE, Api
 from services.worker.event_hub import EventHub
 from services.worker.ledger import Conversation
@@ -72,7 +73,9 @@ async def leg(engine: _FinishingEngine, ledger: FakeLedger) -> AsyncIterator[Dec
 
 
 def _order(**changes: Any) -> DecodeOrder:
-    order = DecodeOrder("turn-1", Api.CHAT_COMPLETIONS, BODY, b"", CONVERSATION, whole=True)
+    whole = changes.pop("whole", True)
+    body = read_decode_body(Api.CHAT_COMPLETIONS, BODY, whole=whole)
+    order = DecodeOrder("turn-1", Api.CHAT_COMPLETIONS, body, b"", CONVERSATION, whole=whole)
     return replace(order, **changes)
 
 
