@@ -121,6 +121,7 @@ async def blocks(bench: Bench, found: Outcome) -> None:
     for name, contexts in (("q8-block-128", (8192, 32768)), ("q8-engine-default", (8192,))):
         if name not in bench.ways:
             continue
+        await _meet(bench, name)
         for context in contexts:
             plan = _quick([bench.shape(context)], 5)
             variants = on_off(bench.ways[name])

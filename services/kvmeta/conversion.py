@@ -151,6 +151,7 @@ def _traits_from_proto(message: registry_pb2.EngineTraits, role: WorkerRole) -> 
         kv_block_bytes=bounds.number(
             message.kv_block_bytes, _trait("kv_block_bytes"), least=0, most=_INT63
         ),
+        prepared_legs=message.prepared_legs,
     )
 
 
@@ -267,6 +268,7 @@ def worker_to_proto(worker: Worker) -> registry_pb2.Worker:
             nixl_version=traits.nixl_version,
             pin_lease=duration(traits.pin_lease_us),
             kv_block_bytes=traits.kv_block_bytes,
+            prepared_legs=traits.prepared_legs,
         ),
         state=registry_pb2.Worker.State.Value(f"STATE_{worker.state.value}"),
     )

@@ -250,6 +250,8 @@ class EngineTraits:
     """How long blocks are kept without a renewal; 0 if pins are not renewed."""
     kv_block_bytes: int = 0
     """Memory of one block over all layers and ranks; 0 if unknown."""
+    prepared_legs: int = 0
+    """Legs whose bodies the sidecar keeps at a time before they begin."""
 
 
 @dataclass(frozen=True, slots=True)

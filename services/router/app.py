@@ -40,6 +40,7 @@ from services.router.patience import Patience
 from services.router.policies import POLICIES, PolicyName
 from services.router.policy import Rng
 from services.router.prefill_leg import PrefillLeg
+from services.router.preparation import BodiesAhead
 from services.router.reception import Reception
 from services.router.registry import GrpcRegistry, Registry, RegistryFollower
 from services.router.reuse_watch import ReuseWatch
@@ -334,6 +335,7 @@ def _pipeline(
         next_chunk_seconds=settings.next_chunk_timeout_seconds,
         prompt_bytes_per_second=settings.prompt_bytes_per_second,
     )
+    ahead = BodiesAhead(pool, least_bytes=settings.ahead_bytes)
     return TurnPipeline(
         pool=pool,
         routes=routes,
@@ -352,7 +354,7 @@ def _pipeline(
             metrics,
             connect_timeout_seconds=settings.connect_timeout_seconds,
             patience=patience,
-            ahead_bytes=settings.ahead_bytes,
+            ahead=ahead,
         ),
         decode=DecodeLeg(
             pool,
@@ -360,7 +362,7 @@ def _pipeline(
             metrics,
             connect_timeout_seconds=settings.connect_timeout_seconds,
             patience=patience,
-            ahead_bytes=settings.ahead_bytes,
+            ahead=ahead,
         ),
         ends=ends,
         clock=clock,

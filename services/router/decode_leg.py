@@ -16,7 +16,7 @@ from services.router.attempts import tell_of_failure
 from services.router.failures import is_rejection, params_unused, worker_is_down
 from services.router.metrics import Fallback, RouterMetrics
 from services.router.patience import Patience, SilenceGuard
-from services.router.preparation import NOT_PREPARED, Preparation, Prepared
+from services.router.preparation import NOT_PREPARED, BodiesAhead, Preparation, Prepared
 from services.router.routing import Routes
 from services.router.turn_state import Turn
 from services.router.worker_client import PreparedLeg, WorkerClient, connect_in_time, prompt_span
@@ -37,7 +37,7 @@ class DecodeLeg:
         connect_timeout_seconds: how long to wait for a connection.
         patience: how long to wait for the chunks of a streamed answer. One that
             comes in one piece may take all of the turn's time.
-        ahead_bytes: bodies of at least so many bytes go ahead; 0: none do.
+        ahead: lets bodies go ahead.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class DecodeLeg:
         *,
         connect_timeout_seconds: float,
         patience: Patience,
-        ahead_bytes: int = 0,
+        ahead: BodiesAhead,
     ) -> None:
         self._pool = pool
         self._routes = routes
         self._metrics = metrics
         self._connect_timeout_seconds = connect_timeout_seconds
         self._patience = patience
-        self._ahead_bytes = ahead_bytes
+        self._ahead = ahead
 
     async def run(
         self, turn: Turn, worker: registry_pb2.Worker
@@ -87,16 +87,13 @@ class DecodeLeg:
 
     def prepare(self, turn: Turn, worker: registry_pb2.Worker) -> Preparation | None:
         """Let a long body go ahead to the worker, which reads it while prefill works."""
-        if not 0 < self._ahead_bytes <= len(turn.request.body_json):
-            return None
-        client = self._pool.client_of(worker.worker_id)
-        if client is None:
+        if not self._ahead.takes(len(turn.request.body_json)):
             return None
 
         def send(client: WorkerClient, timeout_seconds: float) -> PreparedLeg | None:
             return client.prepare_decode(_whole_leg(turn), timeout_seconds=timeout_seconds)
 
-        return Preparation(client, send, turn.deadline, pause_seconds=_PAUSE_SECONDS)
+        return self._ahead.begin(worker, send, turn.deadline, pause_seconds=_PAUSE_SECONDS)
 
     async def _attempt(
         self, turn: Turn, worker: registry_pb2.Worker
@@ -108,7 +105,7 @@ class DecodeLeg:
         facts = None if turn.request.whole else turn.facts
         with self._pool.use(worker.worker_id, facts) as client:
             await connect_in_time(client, turn.deadline, self._connect_timeout_seconds)
-            prepared = await self._is_prepared(turn, client)
+            prepared = self._is_prepared(turn, client)
             while turn.summary is None:
                 leg = _rest_of_leg(turn) if prepared else _whole_leg(turn)
                 answer = client.decode(leg, timeout_seconds=turn.deadline.hop_timeout())
@@ -116,6 +113,7 @@ class DecodeLeg:
                     async with self._guard(turn, worker) as guard, aclosing(answer) as events:
                         async for event in events:
                             guard.heard()
+                            turn.decode_has_body()
                             if chunks := self._heard(turn, worker, event):
                                 yield chunks
                             guard.listens()
@@ -123,6 +121,7 @@ class DecodeLeg:
                     if not (prepared and error.reason == NOT_PREPARED):
                         raise
                     self._metrics.prepared("decode", Prepared.LOST)
+                    turn.decode_has_body()
                     prepared = False
                     continue
                 if turn.summary is None:
@@ -132,12 +131,12 @@ class DecodeLeg:
                         worker_id=worker.worker_id,
                     )
 
-    async def _is_prepared(self, turn: Turn, client: WorkerClient) -> bool:
+    def _is_prepared(self, turn: Turn, client: WorkerClient) -> bool:
         """Whether the leg's body is at the worker already. Asked once per turn."""
         preparation = turn.decode_ahead
         if preparation is None or preparation.spent:
             return False
-        outcome = await preparation.taken_by(client)
+        outcome = preparation.taken_by(client)
         self._metrics.prepared("decode", outcome)
         return outcome is Prepared.USED
 

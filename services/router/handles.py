@@ -143,7 +143,7 @@ class HandleDesk:
             await asyncio.sleep(0)  # the call goes out first
             meanwhile()
             await asyncio.wait({task}, timeout=self._patience_seconds)
-        except asyncio.CancelledError:
+        except BaseException:
             abandoned.set()
             if task.done():
                 self._give_back_late(key, turn_id, task.result())

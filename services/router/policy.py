@@ -150,11 +150,11 @@ class PrefillChoice:
     now: float
     rng: Rng
 
-    def choose(self) -> registry_pb2.Worker | None:
-        """The worker to use, or None."""
+    def choose(self, prefer: str = "") -> registry_pb2.Worker | None:
+        """The worker to use, or None; among equals the one that is preferred."""
         pulling, others = self._usable()
         scores = self._scores(pulling, others)
-        chosen = _least([*pulling, *others] if others else pulling, scores, self.rng)
+        chosen = _least([*pulling, *others] if others else pulling, scores, self.rng, prefer)
         return chosen.worker if chosen is not None else None
 
     def rank(self) -> list[Ranked]:
@@ -280,11 +280,17 @@ def turns_in_flight(candidate: Candidate) -> str:
     return f"{candidate.in_flight} turns in flight"
 
 
-def _least(candidates: Sequence[Candidate], scores: Scores, rng: Rng) -> Candidate | None:
+def _least(
+    candidates: Sequence[Candidate], scores: Scores, rng: Rng, prefer: str = ""
+) -> Candidate | None:
     if not candidates:
         return None
     best = min(scores)
     ties = [place for place, score in enumerate(scores) if score == best]
+    if prefer and len(ties) > 1:
+        for place in ties:
+            if candidates[place].worker_id == prefer:
+                return candidates[place]
     return candidates[ties[int(rng() * len(ties))] if len(ties) > 1 else ties[0]]
 
 

@@ -25,7 +25,7 @@ from services.router.handle_source import foreign_source
 from services.router.handles import HandleDesk, HeldHandle, OpenTurn
 from services.router.metrics import Fallback, RouterMetrics
 from services.router.patience import Patience, silent
-from services.router.preparation import NOT_PREPARED, Preparation, Prepared
+from services.router.preparation import NOT_PREPARED, BodiesAhead, Preparation, Prepared
 from services.router.receipt import miss_reason
 from services.router.routing import Routes
 from services.router.token_handover import takes_token_ids
@@ -68,7 +68,7 @@ class PrefillLeg:
         metrics: counts departures from the plan.
         connect_timeout_seconds: how long to wait for a connection.
         patience: how long one attempt may take.
-        ahead_bytes: bodies of at least so many bytes go ahead; 0: none do.
+        ahead: lets bodies go ahead.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PrefillLeg:
         *,
         connect_timeout_seconds: float,
         patience: Patience,
-        ahead_bytes: int = 0,
+        ahead: BodiesAhead,
     ) -> None:
         self._pool = pool
         self._routes = routes
@@ -88,7 +88,7 @@ class PrefillLeg:
         self._metrics = metrics
         self._connect_timeout_seconds = connect_timeout_seconds
         self._patience = patience
-        self._ahead_bytes = ahead_bytes
+        self._ahead = ahead
 
     def prepare(self, turn: Turn) -> Preparation | None:
         """Let a long body go ahead to the worker that is the right one as far as is known.
@@ -96,7 +96,7 @@ class PrefillLeg:
         The handle may call for another, which then gets the body itself.
         """
         request = turn.request
-        if not 0 < self._ahead_bytes <= len(request.body_json):
+        if not self._ahead.takes(len(request.body_json)):
             return None
         facts = self._routes.facts(request)
         try:
@@ -104,16 +104,13 @@ class PrefillLeg:
         except UnavailableError:
             return None
         worker = self._routes.prefill(request.model, facts, decode=decode, holder=None)
-        client = self._pool.client_of(worker.worker_id) if worker is not None else None
-        if client is None:
-            return None
 
         def send(client: WorkerClient, timeout_seconds: float) -> PreparedLeg | None:
             leg = worker_pb2.PrefillRequest(turn_id=turn.turn_id)
             _add_body(leg, turn)
             return client.prepare_prefill(leg, timeout_seconds=timeout_seconds)
 
-        return Preparation(client, send, turn.deadline, pause_seconds=0)
+        return self._ahead.begin(worker, send, turn.deadline) if worker is not None else None
 
     async def run(self, turn: Turn, opened: OpenTurn) -> None:
         """Fill in what the leg handed over, or leave it out.
@@ -129,6 +126,7 @@ class PrefillLeg:
                 await self._attempts(turn, opened)
             finally:
                 turn.prefill_seconds = turn.deadline.clock() - started
+                turn.prefill_has_body()  # or does not need it: the leg may have been left out
             if turn.report is not None and span.recording:
                 span.tell(report_attributes(turn.report))
                 span.tell(miss_attributes(miss_reason(turn)))
@@ -184,6 +182,7 @@ class PrefillLeg:
             decode=turn.decode_worker,
             holder=self._holder(opened),
             but=tried,
+            prefer=turn.prefill_ahead.worker_id if turn.prefill_ahead is not None else "",
         )
 
     async def _pair(
@@ -211,7 +210,7 @@ class PrefillLeg:
             leg = worker_pb2.PrefillRequest(
                 turn_id=turn.turn_id,
                 hand_token_ids_over=takes_token_ids(turn.request, turn.decode_worker),
-                prepared=await self._is_prepared(turn, client),
+                prepared=self._is_prepared(turn, client),
             )
             if held is not None:
                 leg.transfer_params_json = held.show()
@@ -236,11 +235,11 @@ class PrefillLeg:
             self._metrics.fell_back(Fallback.NO_HANDOVER)
             _log.warning("no_handover", turn_id=turn.turn_id, worker_id=worker.worker_id)
 
-    async def _is_prepared(self, turn: Turn, client: WorkerClient) -> bool:
+    def _is_prepared(self, turn: Turn, client: WorkerClient) -> bool:
         """Whether the leg's body is at the worker already. Asked once per turn."""
         if turn.prefill_ahead is None or turn.prefill_ahead.spent:
             return False
-        outcome = await turn.prefill_ahead.taken_by(client)
+        outcome = turn.prefill_ahead.taken_by(client)
         self._metrics.prepared("prefill", outcome)
         return outcome is Prepared.USED
 
@@ -254,6 +253,7 @@ class PrefillLeg:
                 if error.reason != NOT_PREPARED:
                     raise
             self._metrics.prepared("prefill", Prepared.LOST)
+            turn.prefill_has_body()
             leg.prepared = False
         _add_body(leg, turn)
         return await client.prefill(leg, timeout_seconds=seconds)

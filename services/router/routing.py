@@ -135,6 +135,7 @@ class Routes:
         decode: registry_pb2.Worker | None,
         holder: registry_pb2.Worker | None,
         but: Iterable[str] = (),
+        prefer: str = "",
     ) -> registry_pb2.Worker | None:
         """The worker for a prefill leg, or None if none can run it.
 
@@ -144,13 +145,14 @@ class Routes:
             decode: worker that runs the decode leg.
             holder: worker that holds the KV to pull; None without a handle.
             but: workers that shall not be taken.
+            prefer: the one to take among equals.
         """
         candidates = self._pool.candidates(model, _PREFILL)
         if barred := tuple(but):
             candidates = candidates.but(barred)
         return PrefillChoice(
             self._policy, candidates, decode, holder, facts, self._clock(), self._rng
-        ).choose()
+        ).choose(prefer)
 
     def prefilled(
         self,

@@ -137,9 +137,7 @@ class TurnPipeline:
             self._ends.broke(turn)
             raise
         finally:
-            for ahead in (turn.prefill_ahead, turn.decode_ahead):
-                if ahead is not None:
-                    ahead.close()
+            turn.close()
         yield end
 
     def new_turn_id(self) -> str:

@@ -71,3 +71,20 @@ class Turn:
     """The decode worker's last word."""
     last_chunks: Sequence[bytes] = ()
     """Chunks that came with it."""
+
+    def prefill_has_body(self) -> None:
+        """The body that went ahead to prefill is not needed any more."""
+        ahead, self.prefill_ahead = self.prefill_ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    def decode_has_body(self) -> None:
+        """The body that went ahead to decode is not needed any more."""
+        ahead, self.decode_ahead = self.decode_ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    def close(self) -> None:
+        """Give up what went ahead of legs that never began."""
+        self.prefill_has_body()
+        self.decode_has_body()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -22,8 +22,8 @@ from services.router.spare_calls import StreamAhead, UnaryAhead
 class PreparedLeg(Protocol):
     """A leg's body that was sent ahead."""
 
-    async def waits(self) -> bool:
-        """Whether the worker has it, as far as is known."""
+    def waits(self) -> bool:
+        """Whether the worker has it, or is about to, as far as is known."""
         ...
 
     def cancel(self) -> None:
@@ -63,7 +63,7 @@ class WorkerClient(Protocol):
     def prepare_prefill(
         self, leg: worker_pb2.PrefillRequest, *, timeout_seconds: float
     ) -> PreparedLeg | None:
-        """Send a prefill leg's body ahead. None if the worker is not connected, or cannot.
+        """Send a prefill leg's body ahead, if the worker takes any. None if not connected.
 
         The leg itself then goes with `prepared`, and raises PreconditionError
         NOT_PREPARED if the worker turns out not to have the body.
@@ -124,28 +124,14 @@ _READY = grpc.ChannelConnectivity.READY
 
 
 class _Prepared:
-    """A call of PreparePrefill or PrepareDecode, which ends when the leg has the body.
+    """A call of PreparePrefill or PrepareDecode, which ends when the leg has the body."""
 
-    Args:
-        call: the call.
-        unable: told if the worker is of a version that does not know it.
-    """
-
-    def __init__(
-        self,
-        call: grpc.aio.UnaryUnaryCall[Any, Any],
-        unable: Callable[[], None],
-    ) -> None:
+    def __init__(self, call: grpc.aio.UnaryUnaryCall[Any, Any]) -> None:
         self._call = call
-        self._unable = unable
 
-    async def waits(self) -> bool:
+    def waits(self) -> bool:
         """See `PreparedLeg.waits`."""
-        if not self._call.done():
-            return True
-        if await self._call.code() is grpc.StatusCode.UNIMPLEMENTED:
-            self._unable()
-        return False
+        return not self._call.done()
 
     def cancel(self) -> None:
         """See `PreparedLeg.cancel`."""
@@ -171,7 +157,6 @@ class GrpcWorkerClient:
             worker_pb2.DecodeRequest.SerializeToString,
             worker_pb2.DecodeResponse.FromString,
         )
-        self._prepares = True
 
     def expect_no_more(self) -> None:
         """See `WorkerClient.expect_no_more`."""
@@ -220,30 +205,21 @@ class GrpcWorkerClient:
         self, leg: worker_pb2.PrefillRequest, *, timeout_seconds: float
     ) -> PreparedLeg | None:
         """See `WorkerClient.prepare_prefill`."""
-        if not self._can_prepare:
+        if self._channel.get_state() is not _READY:
             return None
         _trace(leg)
         request = worker_pb2.PreparePrefillRequest(leg=leg)
-        call = self._stub.PreparePrefill(request, timeout=timeout_seconds)
-        return _Prepared(call, self._prepare_no_more)
+        return _Prepared(self._stub.PreparePrefill(request, timeout=timeout_seconds))
 
     def prepare_decode(
         self, leg: worker_pb2.DecodeRequest, *, timeout_seconds: float
     ) -> PreparedLeg | None:
         """See `WorkerClient.prepare_decode`."""
-        if not self._can_prepare:
+        if self._channel.get_state() is not _READY:
             return None
         _trace(leg)
         request = worker_pb2.PrepareDecodeRequest(leg=leg)
-        call = self._stub.PrepareDecode(request, timeout=timeout_seconds)
-        return _Prepared(call, self._prepare_no_more)
-
-    @property
-    def _can_prepare(self) -> bool:
-        return self._prepares and self._channel.get_state() is _READY
-
-    def _prepare_no_more(self) -> None:
-        self._prepares = False
+        return _Prepared(self._stub.PrepareDecode(request, timeout=timeout_seconds))
 
     async def count_tokens(
         self, request: worker_pb2.CountTokensRequest, *, timeout_seconds: float

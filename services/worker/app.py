@@ -149,6 +149,7 @@ async def build(
                 worker_id=settings.worker_id,
                 address=address,
                 model=model.name,
+                prepared_legs=settings.prepared_legs_limit,
             )
 
         registration = Registration(
@@ -176,11 +177,9 @@ async def build(
         )
         limit = settings.prepared_legs_limit
         prepared_prefill = Preparations[PrefillOrder](
-            engine, lambda _: False, admission, counters, tasks, limit=limit
+            engine, admission, counters, tasks, limit=limit
         )
-        prepared_decode = Preparations[DecodeOrder](
-            engine, hub.watches, admission, counters, tasks, limit=limit
-        )
+        prepared_decode = Preparations[DecodeOrder](engine, admission, counters, tasks, limit=limit)
         costs = PullCosts(lambda: hub.identity, clock, counters, _guard_limits(settings))
         service = WorkerService(
             WorkerParts(

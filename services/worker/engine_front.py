@@ -144,8 +144,11 @@ class Front:
         Args:
             body: the whole, of which the pieces that were added may be a part.
         """
-        if self._value is None and self._head is not None and body.startswith(self._text):
+        if self._head is not None and body.startswith(self._text):
             self._value = self._with_rest(self._head, body[len(self._text) :])
+        # The request has the body, and lives as long as its answer takes.
+        self._missing, self._text, self._head = 0, b"", None
+        self._chunks.clear()
         return self._value
 
     def _with_rest(self, head: dict[str, Any], rest: bytes) -> dict[str, Any] | None:

@@ -170,10 +170,6 @@ class EventHub:
             if watch.turn is not None and not watch.claimed:
                 self._release_orphan(watch.turn, turn_id, ReleaseCause.ABANDONED)
 
-    def watches(self, turn_id: str) -> bool:
-        """Whether somebody waits for this turn's event."""
-        return turn_id in self._watches
-
     def listen(self, listener: Callable[[Message], None]) -> None:
         """Call it with every message but hellos, after it has been dealt with here."""
         self._listeners.append(listener)

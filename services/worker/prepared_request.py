@@ -12,7 +12,7 @@ class PreparationOutcome(StrEnum):
     """What became of a body that came before its leg."""
 
     USED = "used"
-    """The engine had it when the leg began."""
+    """The engine had it when the leg began, or got it with the leg, which had overtaken it."""
     RESENT = "resent"
     """The engine had it no more, and got all anew."""
     GIVEN_UP = "given_up"

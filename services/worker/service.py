@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -93,8 +94,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._require_role("prefill")
         span = tracing.current()
         span.tell({TURN_ID: _turn_id(request.turn_id)})
-        with self._parts.admission.leg(), self._prefill_order(request) as order:
-            result = await self._parts.prefill.run(order)
+        with self._parts.admission.leg():
+            async with self._prefill_order(request) as order:
+                result = await self._parts.prefill.run(order)
         report = prefill_report(result.report)
         if span.recording:
             span.tell(report_attributes(report) | miss_attributes(report.miss_reason))
@@ -105,9 +107,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.PreparePrefillResponse:
         """Keep a prefill leg's body until the leg is run."""
         self._require_role("prefill")
-        _require_no_params(request.leg)
+        leg = request.leg
         await self._parts.prepared_prefill.hold(
-            _prefill_order(request.leg), rpc_tracing.told_context(request.leg)
+            _turn_id(leg.turn_id), partial(_early_prefill_order, leg), rpc_tracing.told_context(leg)
         )
         return worker_pb2.PreparePrefillResponse()
 
@@ -118,8 +120,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._require_role("decode")
         span = tracing.current()
         span.tell({TURN_ID: _turn_id(request.turn_id)})
-        with self._parts.admission.leg(), self._decode_order(request) as order:
-            async with aclosing(self._parts.decode.run(order)) as events:
+        with self._parts.admission.leg():
+            async with (
+                self._decode_order(request) as order,
+                aclosing(self._parts.decode.run(order)) as events,
+            ):
                 async for event in events:
                     if isinstance(event, DecodeSummary):
                         span.tell(
@@ -136,10 +141,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.PrepareDecodeResponse:
         """Keep a decode leg's body until the leg is run."""
         self._require_role("decode")
-        _require_no_params(request.leg)
-        order = _decode_order(request.leg)
-        order.body.require_splittable()
-        await self._parts.prepared_decode.hold(order, rpc_tracing.told_context(request.leg))
+        leg = request.leg
+        await self._parts.prepared_decode.hold(
+            _turn_id(leg.turn_id), partial(_early_decode_order, leg), rpc_tracing.told_context(leg)
+        )
         return worker_pb2.PrepareDecodeResponse()
 
     async def CountTokens(
@@ -220,23 +225,25 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             prefill_tokens_per_second=tokens_per_second(self._parts.costs.recompute),
         )
 
-    @contextmanager
-    def _prefill_order(self, request: worker_pb2.PrefillRequest) -> Iterator[PrefillOrder]:
+    @asynccontextmanager
+    async def _prefill_order(
+        self, request: worker_pb2.PrefillRequest
+    ) -> AsyncIterator[PrefillOrder]:
         """The leg to run, prepared or not."""
         prepared = self._parts.prepared_prefill
         if request.prepared:
-            with prepared.claim(request.turn_id) as (order, begun):
+            async with prepared.claim(request.turn_id) as (order, begun):
                 yield replace(_with_handle(order, request), begun=begun)
         else:
             prepared.discard(request.turn_id)
             yield _with_handle(_prefill_order(request), request)
 
-    @contextmanager
-    def _decode_order(self, request: worker_pb2.DecodeRequest) -> Iterator[DecodeOrder]:
+    @asynccontextmanager
+    async def _decode_order(self, request: worker_pb2.DecodeRequest) -> AsyncIterator[DecodeOrder]:
         """The leg to run, prepared or not."""
         prepared = self._parts.prepared_decode
         if request.prepared:
-            with prepared.claim(request.turn_id) as (order, begun):
+            async with prepared.claim(request.turn_id) as (order, begun):
                 yield replace(order, params=request.transfer_params_json, begun=begun)
         else:
             prepared.discard(request.turn_id)
@@ -254,6 +261,20 @@ def _require_no_params(leg: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest
         raise InvalidFieldError(
             "a leg is prepared before its params are known", field="leg.transfer_params_json"
         )
+
+
+def _early_prefill_order(leg: worker_pb2.PrefillRequest) -> PrefillOrder:
+    """What is known of a leg before its handle is."""
+    _require_no_params(leg)
+    return _prefill_order(leg)
+
+
+def _early_decode_order(leg: worker_pb2.DecodeRequest) -> DecodeOrder:
+    """What is known of a leg before its params are."""
+    _require_no_params(leg)
+    order = _decode_order(leg)
+    order.body.require_splittable()
+    return order
 
 
 def _prefill_order(request: worker_pb2.PrefillRequest) -> PrefillOrder:

@@ -21,7 +21,13 @@ _KV_ROLES: dict[Role, tuple[str, str]] = {
 
 
 def worker_record(
-    hello: Hello, *, role: Role, worker_id: str, address: str, model: str
+    hello: Hello,
+    *,
+    role: Role,
+    worker_id: str,
+    address: str,
+    model: str,
+    prepared_legs: int,
 ) -> registry_pb2.Worker:
     """The worker as it registers.
 
@@ -31,6 +37,7 @@ def worker_record(
         worker_id: stable name of the worker.
         address: host:port where routers reach the sidecar.
         model: served model name.
+        prepared_legs: whose bodies the sidecar keeps at a time.
     """
     return registry_pb2.Worker(
         worker_id=worker_id,
@@ -61,6 +68,7 @@ def worker_record(
             nixl_version=hello.nixl_version,
             pin_lease=to_duration(hello.pin_lease_seconds),
             kv_block_bytes=hello.kv_block_bytes,
+            prepared_legs=prepared_legs,
         ),
     )
 

@@ -53,6 +53,7 @@ def make_worker(
                 "kv_cache_dtype": "auto",
                 "bidirectional_kv_xfer": True,
                 "max_model_len": MAX_MODEL_LEN,
+                "prepared_legs": 8,
                 **traits,
             }  # type: ignore[arg-type]
         ),

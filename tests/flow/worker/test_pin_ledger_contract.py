@@ -104,7 +104,12 @@ async def _real() -> AsyncIterator[_RealWorld]:
         address = f"127.0.0.1:{kvmeta.port}"
         async with rpc.open_channel(address) as channel:
             record = worker_record(
-                hello(), role="decode", worker_id=WORKER, address="127.0.0.1:7400", model="tiny"
+                hello(),
+                role="decode",
+                worker_id=WORKER,
+                address="127.0.0.1:7400",
+                model="tiny",
+                prepared_legs=0,
             )
             await GrpcRegistry(channel).register(record, ttl_seconds=300)
             yield _RealWorld(channel)

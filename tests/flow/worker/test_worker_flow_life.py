@@ -44,6 +44,7 @@ from tests.unit.worker.fakes import FakeEngine, FakeLedger, FakeRegistry, until
 async def test_a_worker_registers_under_the_address_where_it_serves(tmp_path: Path) -> None:
     async with sidecar(tmp_path) as stack:
         (request,) = stack.kvmeta.registered
+        assert request.worker.traits.prepared_legs == 256
         health: Any = health_pb2_grpc.HealthStub(stack.channel)
         status = await health.Check(health_pb2.HealthCheckRequest())
     assert request.worker.address == f"127.0.0.1:{stack.worker.port}"

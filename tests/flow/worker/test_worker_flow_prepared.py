@@ -21,6 +21,7 @@ from kvloop.errors import (
     UnavailableError,
 )
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
+from services.worker import preparations
 from services.worker.engine_front import HEAD_HEADER
 from tests.flow.worker.stack import (
     BODY,
@@ -114,6 +115,65 @@ async def test_a_leg_that_nobody_prepared_can_come_again_with_its_body(tmp_path:
         chunks, _ = await collect(stack.stub.Decode(decode_request(transfer_params_json=PARAMS)))
         assert chunks[0] == FIRST
         await _at_rest(stack)
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leg that waits until its time is up fails its test."""
+    monkeypatch.setattr(preparations, "ARRIVAL_SECONDS", 3600)
+
+
+@pytest.mark.usefixtures("patience")
+async def test_a_leg_that_overtakes_its_body_gets_it(tmp_path: Path) -> None:
+    async with sidecar(tmp_path, **SILENT_ENGINE) as stack:
+        stack.vllm.answers[CHAT] = answer()
+        call = stack.stub.Decode(_rest())
+        await until(lambda: stack.worker.admission.in_flight)
+        await _prepare(stack)
+        chunks, _ = await collect(call)
+        assert chunks[0] == FIRST
+        [received] = stack.vllm.requests(CHAT)
+        assert received.body["kv_transfer_params"]["remote_port"] == 5600
+        assert stack.metric("preparations_total", outcome="used") == 1
+        await _at_rest(stack)
+
+
+@pytest.mark.usefixtures("patience")
+async def test_a_long_body_and_its_leg_come_in_either_order(tmp_path: Path) -> None:
+    """On one connection, as from a router; short messages may go between pieces of long ones."""
+    long = BODY.replace(b"hi", b"hi" * 1_500_000)
+    async with sidecar(tmp_path, **SILENT_ENGINE) as stack:
+        for number in range(5):
+            turn_id = f"turn-{number}"
+            stack.vllm.answers[CHAT] = answer()
+            preparing = _prepare(stack, turn_id=turn_id, body_json=long)
+            chunks, _ = await collect(stack.stub.Decode(_rest(turn_id)))
+            await preparing
+            assert chunks[0] == FIRST
+        assert len(stack.vllm.requests(CHAT)) == 5
+        assert stack.metric("preparations_total", outcome="used") == 5
+        await _at_rest(stack)
+
+
+@pytest.mark.usefixtures("patience")
+async def test_a_leg_that_waits_is_turned_away_when_its_body_is_refused(tmp_path: Path) -> None:
+    async with sidecar(tmp_path) as stack:
+        call = stack.stub.Decode(_rest())
+        await until(lambda: stack.worker.admission.in_flight)
+        assert (await _refused(_prepare(stack, body_json=b"["))).reason == "INVALID_FIELD"
+        assert (await _refused(call)).reason == "NOT_PREPARED"
+        await _at_rest(stack)
+
+
+@pytest.mark.usefixtures("patience")
+async def test_cancelling_a_leg_that_waits_leaves_nothing(tmp_path: Path) -> None:
+    async with sidecar(tmp_path) as stack:
+        call = stack.stub.Decode(_rest())
+        await until(lambda: stack.worker.admission.in_flight)
+        call.cancel()
+        await _at_rest(stack)
+        assert (await _refused(_prepare(stack))).reason == "TURN_RUNNING"
+        assert stack.vllm.arriving == []
 
 
 async def test_a_body_that_comes_after_its_leg_has_begun_is_turned_away(tmp_path: Path) -> None:

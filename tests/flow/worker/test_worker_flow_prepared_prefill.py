@@ -13,6 +13,7 @@ import pytest
 from kvloop import rpc
 from kvloop.errors import KvloopError
 from kvloop.worker.v1 import worker_pb2
+from services.worker import preparations
 from services.worker.engine_front import HEAD_HEADER
 from tests.flow.worker.stack import (
     BODY,
@@ -92,6 +93,38 @@ async def test_a_leg_that_nobody_prepared_can_come_again_with_its_body(tmp_path:
         assert stack.vllm.requests(CHAT) == []
         reply = await stack.stub.Prefill(prefill_request(transfer_params_json=HANDLE))
         assert reply.report.pulled_tokens == 8
+        await _at_rest(stack)
+
+
+async def test_a_leg_that_overtakes_its_body_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparations, "ARRIVAL_SECONDS", 3600)
+    async with sidecar(tmp_path, "prefill") as stack:
+        stack.vllm.answers[CHAT] = prefill_reply(HANDED)
+        call = asyncio.ensure_future(stack.stub.Prefill(_rest()))
+        await until(lambda: stack.worker.admission.in_flight)
+        await _prepare(stack)
+        assert (await call).report.pulled_tokens == 8
+        [received] = stack.vllm.requests(CHAT)
+        assert HANDLE[1:] in received.raw
+        assert stack.metric("preparations_total", outcome="used") == 1
+        await _at_rest(stack)
+
+
+async def test_a_body_that_comes_after_its_leg_has_begun_is_turned_away(tmp_path: Path) -> None:
+    """While it runs, and when it has ended."""
+    async with sidecar(tmp_path, "prefill") as stack:
+        held = asyncio.Event()
+        stack.vllm.answers[CHAT] = prefill_reply(HANDED)
+        stack.vllm.answers[CHAT].hold = held
+        call = asyncio.ensure_future(stack.stub.Prefill(prefill_request()))
+        await until(lambda: stack.vllm.requests(CHAT))
+        assert (await _refused(_prepare(stack))).reason == "TURN_RUNNING"
+        held.set()
+        await call
+        assert (await _refused(_prepare(stack))).reason == "TURN_RUNNING"
+        assert len(stack.vllm.arriving) == 0
         await _at_rest(stack)
 
 

@@ -139,6 +139,18 @@ async def test_the_value_can_be_asked_for_at_once(
     assert len(decoded.texts) == 2
 
 
+@pytest.mark.parametrize("length", [len(_HEAD), len(_WHOLE), 999_999_999_999])
+def test_what_was_read_of_a_body_goes_when_its_value_is_there(length: int) -> None:
+    """The request has it, and lives as long as the answer takes; so does its value."""
+    front = Front(length, decode)
+    for piece in (_HEAD[:5], _HEAD[5:], _REST):
+        front.add(piece)
+    before = front.value(_WHOLE)
+    kept = [kept for kept in vars(front).values() if isinstance(kept, bytes | list | dict)]
+    assert [each for each in kept if each] == ([before] if before else [])
+    assert front.value(_WHOLE) is before
+
+
 async def test_the_later_of_two_equal_names_wins_and_keeps_the_firsts_place(
     request_class: type[starlette.requests.Request],
 ) -> None:

@@ -19,6 +19,7 @@ def test_a_record_leaves_no_field_unset() -> None:
         worker_id="decode-0",
         address="127.0.0.1:7400",
         model="tiny",
+        prepared_legs=256,
     )
     assert record.role == common_pb2.WORKER_ROLE_DECODE
     assert record.engine == common_pb2.EngineRef(engine_id="engine-1", epoch="epoch-1")
@@ -32,7 +33,9 @@ def test_a_record_leaves_no_field_unset() -> None:
 
 def test_traits_are_what_the_connector_said() -> None:
     said = hello(block_size=128, tensor_parallel_size=2, side_channel_host="fd00::1")
-    traits = worker_record(said, role="prefill", worker_id="p", address="h:1", model="m").traits
+    traits = worker_record(
+        said, role="prefill", worker_id="p", address="h:1", model="m", prepared_legs=0
+    ).traits
     assert (traits.block_size, traits.tensor_parallel_size) == (128, 2)
     assert traits.side_channel_host == "fd00::1"
     assert traits.vllm_version == "0.32.0"
