@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import structlog
 
@@ -16,7 +17,13 @@ from services.router.attempts import tell_of_failure
 from services.router.failures import is_rejection, params_unused, worker_is_down
 from services.router.metrics import Fallback, RouterMetrics
 from services.router.patience import Patience, SilenceGuard
-from services.router.preparation import NOT_PREPARED, BodiesAhead, Preparation, Prepared
+from services.router.preparation import (
+    NOT_PREPARED,
+    BodiesAhead,
+    Preparation,
+    Prepared,
+    has_body,
+)
 from services.router.routing import Routes
 from services.router.turn_state import Turn
 from services.router.worker_client import PreparedLeg, WorkerClient, connect_in_time, prompt_span
@@ -56,6 +63,7 @@ class DecodeLeg:
         self._connect_timeout_seconds = connect_timeout_seconds
         self._patience = patience
         self._ahead = ahead
+        self._count = partial(metrics.prepared, "decode")
 
     async def run(
         self, turn: Turn, worker: registry_pb2.Worker
@@ -105,7 +113,7 @@ class DecodeLeg:
         facts = None if turn.request.whole else turn.facts
         with self._pool.use(worker.worker_id, facts) as client:
             await connect_in_time(client, turn.deadline, self._connect_timeout_seconds)
-            prepared = self._is_prepared(turn, client)
+            prepared = has_body(client, turn.decode_ahead, self._count)
             while turn.summary is None:
                 leg = _rest_of_leg(turn) if prepared else _whole_leg(turn)
                 answer = client.decode(leg, timeout_seconds=turn.deadline.hop_timeout())
@@ -120,7 +128,7 @@ class DecodeLeg:
                 except PreconditionError as error:
                     if not (prepared and error.reason == NOT_PREPARED):
                         raise
-                    self._metrics.prepared("decode", Prepared.LOST)
+                    self._count(Prepared.LOST)
                     turn.decode_has_body()
                     prepared = False
                     continue
@@ -130,15 +138,6 @@ class DecodeLeg:
                         reason="ANSWER_INCOMPLETE",
                         worker_id=worker.worker_id,
                     )
-
-    def _is_prepared(self, turn: Turn, client: WorkerClient) -> bool:
-        """Whether the leg's body is at the worker already. Asked once per turn."""
-        preparation = turn.decode_ahead
-        if preparation is None or preparation.spent:
-            return False
-        outcome = preparation.taken_by(client)
-        self._metrics.prepared("decode", outcome)
-        return outcome is Prepared.USED
 
     def _heard(
         self, turn: Turn, worker: registry_pb2.Worker, event: worker_pb2.DecodeResponse

@@ -6,6 +6,8 @@ is up: the decode worker can compute the prompt alone.
 
 from __future__ import annotations
 
+from functools import partial
+
 import structlog
 
 from kvloop.common.v1 import common_pb2
@@ -25,7 +27,13 @@ from services.router.handle_source import foreign_source
 from services.router.handles import HandleDesk, HeldHandle, OpenTurn
 from services.router.metrics import Fallback, RouterMetrics
 from services.router.patience import Patience, silent
-from services.router.preparation import NOT_PREPARED, BodiesAhead, Preparation, Prepared
+from services.router.preparation import (
+    NOT_PREPARED,
+    BodiesAhead,
+    Preparation,
+    Prepared,
+    has_body,
+)
 from services.router.receipt import miss_reason
 from services.router.routing import Routes
 from services.router.token_handover import takes_token_ids
@@ -89,6 +97,7 @@ class PrefillLeg:
         self._connect_timeout_seconds = connect_timeout_seconds
         self._patience = patience
         self._ahead = ahead
+        self._count = partial(metrics.prepared, "prefill")
 
     def prepare(self, turn: Turn) -> Preparation | None:
         """Let a long body go ahead to the worker that is the right one as far as is known.
@@ -210,7 +219,7 @@ class PrefillLeg:
             leg = worker_pb2.PrefillRequest(
                 turn_id=turn.turn_id,
                 hand_token_ids_over=takes_token_ids(turn.request, turn.decode_worker),
-                prepared=self._is_prepared(turn, client),
+                prepared=has_body(client, turn.prefill_ahead, self._count),
             )
             if held is not None:
                 leg.transfer_params_json = held.show()
@@ -235,14 +244,6 @@ class PrefillLeg:
             self._metrics.fell_back(Fallback.NO_HANDOVER)
             _log.warning("no_handover", turn_id=turn.turn_id, worker_id=worker.worker_id)
 
-    def _is_prepared(self, turn: Turn, client: WorkerClient) -> bool:
-        """Whether the leg's body is at the worker already. Asked once per turn."""
-        if turn.prefill_ahead is None or turn.prefill_ahead.spent:
-            return False
-        outcome = turn.prefill_ahead.taken_by(client)
-        self._metrics.prepared("prefill", outcome)
-        return outcome is Prepared.USED
-
     async def _prefill(
         self, turn: Turn, client: WorkerClient, leg: worker_pb2.PrefillRequest, seconds: float
     ) -> worker_pb2.PrefillResponse:
@@ -252,7 +253,7 @@ class PrefillLeg:
             except PreconditionError as error:
                 if error.reason != NOT_PREPARED:
                     raise
-            self._metrics.prepared("prefill", Prepared.LOST)
+            self._count(Prepared.LOST)
             turn.prefill_has_body()
             leg.prepared = False
         _add_body(leg, turn)

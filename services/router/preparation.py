@@ -124,6 +124,23 @@ class Preparation:
             _log.exception("body_not_sent_ahead", worker_id=self.worker_id)
 
 
+def has_body(
+    client: WorkerClient, preparation: Preparation | None, count: Callable[[Prepared], None]
+) -> bool:
+    """Whether a worker has the body of a leg that begins there now. True once per turn.
+
+    Args:
+        client: the worker.
+        preparation: of the leg, if its body was to go ahead.
+        count: told what became of it.
+    """
+    if preparation is None or preparation.spent:
+        return False
+    outcome = preparation.taken_by(client)
+    count(outcome)
+    return outcome is Prepared.USED
+
+
 class BodiesAhead:
     """Lets long bodies go ahead, a few at a time.
 
