@@ -101,6 +101,7 @@ async def test_workers_and_their_leases_are_read_back(store) -> None:
             **old["traits"],
             "pin_lease_us": 0,
             "kv_block_bytes": 0,
+            "prepared_legs": 0,
         }
     assert (d1.worker.worker_id, d1.worker.role) == ("d1", WorkerRole.DECODE)
     assert (p1.worker.role, p1.worker.state) == (WorkerRole.PREFILL, WorkerState.DRAINING)
