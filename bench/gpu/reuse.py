@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvloop.bench.samples import Run, Shape
+from kvloop.bench.files import sample_records
+from kvloop.bench.samples import Run
 
 TurnKey = tuple[str, int, int, int]
 """Way, repetition, conversation and turn: what tells the turns of a run of one shape apart."""
@@ -25,26 +26,7 @@ def is_with_reuse(way: str) -> bool:
 
 def missed_reuse(run: Run) -> dict[TurnKey, str]:
     """The turns after the first that should have reused and did not, and why."""
-    pulls = {
-        (of.variant, of.repetition, of.turn): of.transfers.count
-        for of in run.rounds
-        if of.transfers is not None
-    }
-    found = {}
-    for one in run.samples:
-        result = one.result
-        if result is None or not isinstance(one.shape, Shape):
-            continue
-        reason = _why(
-            one.variant,
-            one.turn,
-            result.miss_reason,
-            (result.pulled_tokens, result.cached_tokens, result.recomputed_tokens),
-            pulls.get((one.variant, one.repetition, one.turn)),
-        )
-        if reason is not None:
-            found[one.variant, one.repetition, one.conversation, one.turn] = reason
-    return found
+    return missed_in_file(sample_records(run))
 
 
 def missed_in_file(run: Mapping[str, Any]) -> dict[TurnKey, str]:

@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry, Histogram
 
+from services.common.series import Series
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
@@ -29,15 +31,16 @@ class RpcMetrics:
         self, registry: CollectorRegistry, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._clock = clock
-        self._seconds = Histogram(
-            "kvloop_rpc_seconds",
-            "Duration of gRPC calls that this process answered; streams from their start to "
-            "their end.",
-            ["method", "code"],
-            registry=registry,
-            buckets=_SECONDS,
+        self._seconds = Series(
+            Histogram(
+                "kvloop_rpc_seconds",
+                "Duration of gRPC calls that this process answered; streams from their start to "
+                "their end.",
+                ["method", "code"],
+                registry=registry,
+                buckets=_SECONDS,
+            )
         )
-        self._known: dict[tuple[str, str], Histogram] = {}
 
     @contextmanager
     def call(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
@@ -59,14 +62,7 @@ class RpcMetrics:
             raise
         finally:
             seconds = self._clock() - started
-            self._series(method, code).observe(seconds)
-
-    def _series(self, method: str, code: str) -> Histogram:
-        known = self._known.get((method, code))
-        if known is None:
-            known = self._seconds.labels(method.rpartition("/")[2], code)
-            self._known[method, code] = known
-        return known
+            self._seconds.of(method.rpartition("/")[2], code).observe(seconds)
 
 
 def _why_cancelled(context: grpc.aio.ServicerContext[Any, Any]) -> str:

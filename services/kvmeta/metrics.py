@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter
 
+from services.common.series import Series
 from services.kvmeta.model import MissReason, PinStatus
 from services.kvmeta.store import Swept
 
@@ -24,29 +25,12 @@ class CommitOutcome(StrEnum):
     PARAMS_TOO_LARGE = "params_too_large"
 
 
-class _Outcomes:
-    """A counter with one label whose series are looked up once.
-
-    Looking one up takes far longer than counting.
-    """
-
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._known: dict[str, Counter] = {}
-
-    def count(self, outcome: str) -> None:
-        known = self._known.get(outcome)
-        if known is None:
-            known = self._known[outcome] = self._counter.labels(outcome)
-        known.inc()
-
-
 class KvmetaMetrics:
     """Counters of one kvmeta process, on the registry given."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self._takes = _Outcomes(
+        self._takes = Series(
             Counter(
                 "kvloop_kvmeta_takes",
                 "TakeHandle calls: hit, or the reason of the miss.",
@@ -54,7 +38,7 @@ class KvmetaMetrics:
                 registry=registry,
             )
         )
-        self._commits = _Outcomes(
+        self._commits = Series(
             Counter(
                 "kvloop_kvmeta_commits",
                 "CommitTurn calls by outcome.",
@@ -100,11 +84,11 @@ class KvmetaMetrics:
 
     def took(self, reason: MissReason | None) -> None:
         """Count a take: a hit if there is no reason."""
-        self._takes.count("hit" if reason is None else reason.value.lower())
+        self._takes.of("hit" if reason is None else reason.value.lower()).inc()
 
     def committed(self, outcome: CommitOutcome) -> None:
         """Count a commit."""
-        self._commits.count(outcome.value)
+        self._commits.of(outcome.value).inc()
 
     def returned(self, *, held: bool) -> None:
         """Count a handle given back; `held`: by its holder."""

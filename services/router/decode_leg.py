@@ -121,7 +121,6 @@ class DecodeLeg:
                     async with self._guard(turn, worker) as guard, aclosing(answer) as events:
                         async for event in events:
                             guard.heard()
-                            turn.decode_has_body()
                             if chunks := self._heard(turn, worker, event):
                                 yield chunks
                             guard.listens()
@@ -148,6 +147,7 @@ class DecodeLeg:
             return ()
         if turn.first_chunk_at is None:
             turn.first_chunk_at = turn.deadline.clock()
+            turn.decode_has_body()
             if not turn.request.whole:
                 self._pool.first_chunk(worker.worker_id, turn.facts)
             current().event("first_chunk")

@@ -13,11 +13,9 @@ Runs inside vLLM: imports only the standard library, vLLM, and siblings that do 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.worker.engine_events import EVENTS_SOCKET
 from services.worker.engine_log import logger, said_once
 
 TAIL_TOKENS = (16, 128, 1024)
@@ -33,12 +31,7 @@ _UNABLE = "kvloop: the end of a prompt cannot be decoded by itself; prompts are 
 
 
 def register() -> None:
-    """Shorten the prompts of decode streams in this process.
-
-    Without a sidecar beside the engine vLLM is left as it is.
-    """
-    if not os.environ.get(EVENTS_SOCKET):
-        return
+    """Shorten the prompts of decode streams in this process."""
     try:
         from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
     except ImportError:

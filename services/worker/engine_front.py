@@ -19,12 +19,10 @@ same.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from services.worker.engine_events import EVENTS_SOCKET
 from services.worker.engine_log import logger, said_once
 
 HEAD_HEADER = "X-Kvloop-Head"
@@ -47,12 +45,7 @@ Decode = Callable[[bytes], Any]
 
 
 def register() -> None:
-    """Parse bodies ahead in this process.
-
-    Without a sidecar beside the engine vLLM is left as it is.
-    """
-    if not os.environ.get(EVENTS_SOCKET):
-        return
+    """Parse bodies ahead in this process."""
     try:
         from msgspec.json import decode
         from starlette.requests import Request

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from services.worker import engine_plugin
 from services.worker.engine_detokenizer import TAIL_TOKENS, register, start_with_tail, tail
 from services.worker.engine_events import EVENTS_SOCKET
 from tests.unit.worker.vocabularies import SCRIPTS, VOCABULARIES, Vocabulary
@@ -225,7 +226,7 @@ def test_without_a_sidecar_vllm_is_left_as_it_is(
     if socket is not None:
         monkeypatch.setenv(EVENTS_SOCKET, socket)
     before = vllm.FastIncrementalDetokenizer.__init__
-    register()
+    engine_plugin.register()
     assert vllm.FastIncrementalDetokenizer.__init__ is before
 
 

@@ -7,9 +7,11 @@ from importlib.metadata import entry_points
 import pytest
 
 from services.worker import engine_detokenizer, engine_front
+from services.worker.engine_events import EVENTS_SOCKET
 
 
 def test_the_plugin_that_is_installed_registers_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EVENTS_SOCKET, "/run/decode.sock")
     registered: list[str] = []
     for part in (engine_detokenizer, engine_front):
         name = part.__name__

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from msgspec.json import decode
 from starlette.requests import ClientDisconnect
 
+from services.worker import engine_plugin
 from services.worker.engine_events import EVENTS_SOCKET
 from services.worker.engine_front import HEAD_HEADER, Front, parse_ahead, register
 from tests.unit.worker.json_texts import Body, bodies, proper_bodies
@@ -374,7 +375,7 @@ def test_without_a_sidecar_requests_are_left_as_they_are(
     if socket is not None:
         monkeypatch.setenv(EVENTS_SOCKET, socket)
     before = dict(vars(starlettes_request()))
-    register()
+    engine_plugin.register()
     assert dict(vars(starlettes_request())) == before
 
 
