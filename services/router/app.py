@@ -204,6 +204,8 @@ async def build(
             )
             shown = metrics_shares.of_all(place.metrics_folder)
         leaving = drain or rpc_server.Drain(settings.drain_seconds)
+        # Who is sent a turn as soon as he listens should know the workers by then.
+        await follower.synced_once(settings.registry_wait_seconds)
         port = await stack.enter_async_context(
             rpc_server.serve(
                 settings.listen,

@@ -78,6 +78,7 @@ class RegistryFollower:
         self._pool = pool
         self._backoff = backoff
         self._connected = False
+        self._synced_once = asyncio.Event()
         self._revision = 0
         self._seen: set[str] = set()
 
@@ -85,6 +86,15 @@ class RegistryFollower:
     def connected(self) -> bool:
         """Whether the pool is in step with the registry now."""
         return self._connected
+
+    async def synced_once(self, seconds: float) -> bool:
+        """Wait until the pool has been in step with the registry; False if it takes longer."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._synced_once.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -123,5 +133,6 @@ class RegistryFollower:
             case _Change.TYPE_SYNCED:
                 self._pool.keep_only(self._seen)
                 self._connected = True
+                self._synced_once.set()
                 self._backoff.reset()
                 _log.info("registry_synced", workers=len(self._seen))

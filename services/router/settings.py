@@ -87,6 +87,9 @@ class RouterSettings(ServerTlsSettings, PeerTlsSettings, TracingSettings):
     """First pause before the registry is tried again; doubles with each failure."""
     registry_retry_max_seconds: float = Field(default=2.0, gt=0)
     """Longest pause before the registry is tried again."""
+    registry_wait_seconds: float = Field(default=5.0, ge=0)
+    """How long a router that starts waits for the registry before it opens its ports.
+    A load balancer may send it turns as soon as it listens, ready or not."""
     worker_grace_seconds: float = Field(default=30.0, ge=0)
     """How long a worker is kept after a registry that was away no longer lists it.
     Covers the time in which workers register again with a restarted kvmeta."""

@@ -105,17 +105,25 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
 
     def __init__(self, workers: Sequence[registry_pb2.Worker] = ()) -> None:
         self.workers = {worker.worker_id: worker for worker in workers}
+        self.gate = asyncio.Event()  # until it is set nobody is told anything
+        self.gate.set()
         self._watchers: list[asyncio.Queue[registry_pb2.WatchWorkersResponse | None]] = []
 
     async def WatchWorkers(self, request, context):
         queue: asyncio.Queue[registry_pb2.WatchWorkersResponse | None] = asyncio.Queue()
         self._watchers.append(queue)
+        await self.gate.wait()
         kind = registry_pb2.WatchWorkersResponse
         for worker in list(self.workers.values()):
             yield kind(type=kind.TYPE_ADDED, worker=worker)
         yield kind(type=kind.TYPE_SYNCED)
         while (change := await queue.get()) is not None:
             yield change
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody asked for the workers."""
+        return bool(self._watchers)
 
     def hang_up(self) -> None:
         """End every watch, as a registry that stops does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import AsyncExitStack
 
 import pytest
@@ -104,7 +105,9 @@ async def test_turns_are_answered_while_kvmeta_is_down_and_reuse_comes_back() ->
 
 
 async def test_router_starts_without_kvmeta_and_says_that_there_are_no_workers() -> None:
-    settings = RouterSettings(listen="127.0.0.1:0", gateway_listen="", kvmeta="127.0.0.1:1")
+    settings = RouterSettings(
+        listen="127.0.0.1:0", gateway_listen="", kvmeta="127.0.0.1:1", registry_wait_seconds=0.1
+    )
     async with (
         app.build(settings) as router,
         rpc.open_channel(f"127.0.0.1:{router.port}") as channel,
@@ -118,6 +121,42 @@ async def test_router_starts_without_kvmeta_and_says_that_there_are_no_workers()
         ending = router_pb2.EndConversationRequest(model="m", conversation_id="c")
         with pytest.raises(UnavailableError), rpc.typed_errors():
             await stub.EndConversation(ending)
+
+
+async def test_a_router_listens_once_it_knows_the_workers() -> None:
+    """Balancers send turns to a port as soon as it takes connections."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ledger = MemoryLedger()
+    workers = [
+        fake_worker(make_worker(*each), ledger) for each in (("p0", PREFILL), ("d0", DECODE))
+    ]
+    servicer, registry = fake_kvmeta(ledger, [each.worker for each in workers])
+    registry.gate.clear()
+
+    async def open_the_gate() -> None:
+        await eventually(lambda: registry.watched)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        registry.gate.set()
+
+    async with AsyncExitStack() as stack:
+        for each in workers:
+            await stack.enter_async_context(serve_worker(each))
+        settings = RouterSettings(
+            listen=f"127.0.0.1:{port}",
+            gateway_listen="",
+            kvmeta=f"127.0.0.1:{await stack.enter_async_context(serve_kvmeta(servicer, registry))}",
+            registry_wait_seconds=30,
+            shutdown_grace_seconds=0,
+        )
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        tasks.create_task(open_the_gate())
+        await stack.enter_async_context(app.build(settings))
+        channel = await stack.enter_async_context(rpc.open_channel(settings.listen))
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        (model,) = (await stub.ListModels(router_pb2.ListModelsRequest())).models
+        assert (model.prefill_workers, model.decode_workers) == (1, 1)
 
 
 async def test_restarted_registry_that_lists_nobody_yet_drops_nobody() -> None:
