@@ -66,7 +66,7 @@ test-compose: setup ## images, stacks of containers, kills and restarts (sim: 7 
 	done
 
 test-versions: setup ## the connector against the sources of other vLLM versions
-	KVLOOP_VLLM_SOURCES=$$(.ci/vllm-sources) python -m pytest tests/versions $(ARGS)
+	KVLOOP_VLLM_SOURCES=$$(.ci/vllm-sources) python -m pytest -n $(JOBS) tests/versions $(ARGS)
 
 lint: setup .tools/buf-$(BUF_VERSION) ## formatting, style, types, protos, import rules
 	ruff format --check

@@ -60,7 +60,10 @@ _REPLICATED: list[tuple[str, int | str]] = [
                 "healthCheckConfig": {"serviceName": ""},
             }
         ),
-    )
+    ),
+    # Without a retry policy gRPC repeats those calls only that no server has seen:
+    # here those that met a connection which a replica was closing for its age.
+    ("grpc.enable_retries", 1),
 ]
 """Further options for a name of several replicas. By watching each one's health,
 calls stop going to a replica as soon as it says that it is about to leave."""
@@ -95,7 +98,7 @@ def make_aio_channel(
 ) -> grpc.aio.Channel:
     """A channel of `grpc.aio`; arguments as for `open_channel`."""
     _check_target(target)
-    options = [*OPTIONS, *_ANSWER_WINDOW, *(_REPLICATED if replicated else ())]
+    options = list(dict([*OPTIONS, *_ANSWER_WINDOW, *(_REPLICATED if replicated else ())]).items())
     if tls is None:
         return grpc.aio.insecure_channel(target, options=options)
     return RotatingAioChannel(

@@ -56,6 +56,6 @@ USER kvloop
 ENV HOME=/var/lib/kvloop
 EXPOSE 5600 7300 9300
 HEALTHCHECK --interval=5s --timeout=3s --start-period=300s \
-  CMD ["python", "-m", "services.common.probe", "127.0.0.1:7300"]
+  CMD ["python", "-m", "services.common.probe", "127.0.0.1:7300", "--service", "kvloop.worker.v1.WorkerService"]
 ENTRYPOINT ["tini", "--"]
 CMD ["worker-entrypoint", "vllm"]

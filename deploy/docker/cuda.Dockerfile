@@ -26,5 +26,5 @@ USER kvloop
 ENV HOME=/var/lib/kvloop PYTHONUNBUFFERED=1
 EXPOSE 5600 7300 9300
 HEALTHCHECK --interval=5s --timeout=3s --start-period=1800s \
-  CMD ["python3", "-m", "services.common.probe", "127.0.0.1:7300"]
+  CMD ["python3", "-m", "services.common.probe", "127.0.0.1:7300", "--service", "kvloop.worker.v1.WorkerService"]
 ENTRYPOINT ["worker-entrypoint", "vllm"]

@@ -58,6 +58,33 @@ async def _abort(method: str, context: Context, error: Exception) -> NoReturn:
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
+def _age(max_connection_age_seconds: float | None) -> list[tuple[str, int]]:
+    if max_connection_age_seconds is None:
+        return []
+    return [("grpc.max_connection_age_ms", int(max_connection_age_seconds * 1000))]
+
+
+class Health(health.aio.HealthServicer):
+    """What a server says of itself; docs/adr/0067 has why it is two things.
+
+    Under "": that it takes calls. Under the names of its services: that they are ready.
+    """
+
+    _services: Sequence[str] = ()
+
+    async def begin(self, services: Sequence[str], *, ready: bool) -> None:
+        """Say that the server takes calls, and whether its services are ready."""
+        self._services = services
+        await self.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self.set_ready(ready)
+
+    async def set_ready(self, ready: bool) -> None:
+        """Say whether the services are ready. Without effect once the server leaves."""
+        status = health_pb2.HealthCheckResponse
+        for name in self._services:
+            await self.set(name, status.SERVING if ready else status.NOT_SERVING)
+
+
 class Drain:
     """How a server leaves: it says so first, and takes calls until its clients know.
 
@@ -71,12 +98,12 @@ class Drain:
     ) -> None:
         self._seconds = seconds
         self._sleep = sleep
-        self.health = health.aio.HealthServicer()
+        self.health = Health()
         self.started = False
         """Whether the server is leaving."""
 
     async def run(self) -> None:
-        """Say NOT_SERVING, and wait the first time that this is called."""
+        """Say NOT_SERVING under every name, and wait the first time that this is called."""
         if self.started:
             return
         self.started = True
@@ -96,12 +123,14 @@ async def serve(
     drain: Drain | None = None,
     around: Sequence[AroundMethod] = (),
     share_port: bool = False,
+    ready: bool = True,
+    max_connection_age_seconds: float | None = None,
 ) -> AsyncIterator[int]:
     """Run a gRPC server while the block runs.
 
-    Health is SERVING inside the block and NOT_SERVING while it drains; then the
-    server stops, and calls in flight get grace_seconds to finish. Calls that come
-    while a server stops fail, by no fault of their own.
+    Health is SERVING inside the block (see `Health`) and NOT_SERVING while it drains;
+    then the server stops, and calls in flight get grace_seconds to finish. Calls that
+    come while a server stops fail, by no fault of their own.
 
     Args:
         address: host:port to listen on; port 0 takes a free one.
@@ -113,6 +142,10 @@ async def serve(
         drain: how it leaves; at once if omitted.
         around: what calls run inside of; sees the errors that methods raise.
         share_port: other processes listen on the same port.
+        ready: whether the services are ready from the start; `drain.health` is told
+            when that changes.
+        max_connection_age_seconds: after which clients are asked to connect anew, so
+            that they look up the server's name again. Running calls go on.
 
     Yields:
         The port.
@@ -136,6 +169,7 @@ async def serve(
             ("grpc.server.max_pending_requests", 20_000),
             ("grpc.server.max_pending_requests_hard_limit", 40_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            *_age(max_connection_age_seconds),
         ],
     )
     add_services(server)
@@ -153,10 +187,9 @@ async def serve(
         )
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}") from error
+    await drain.health.begin(names, ready=ready)
     await server.start()
     try:
-        for name in ["", *names]:
-            await drain.health.set(name, health_pb2.HealthCheckResponse.SERVING)
         yield port
     finally:
         await drain.run()

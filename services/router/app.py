@@ -41,6 +41,7 @@ from services.router.policies import POLICIES, PolicyName
 from services.router.policy import Rng
 from services.router.prefill_leg import PrefillLeg
 from services.router.preparation import BodiesAhead
+from services.router.readiness import tell_readiness
 from services.router.reception import Reception
 from services.router.registry import GrpcRegistry, Registry, RegistryFollower
 from services.router.reuse_watch import ReuseWatch
@@ -138,6 +139,7 @@ async def build(
             ledger = stack.enter_context(closing(GrpcLedger(kvmeta)))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
 
+        workers_changed = asyncio.Event()
         pool = WorkerPool(
             tasks,
             clock=clock,
@@ -145,6 +147,7 @@ async def build(
             grace_seconds=settings.worker_grace_seconds,
             connect=connect or connect_over_grpc(worker_tls),
             breaker_opened=metrics.breaker_opened,
+            changed=workers_changed.set,
         )
         stack.push_async_callback(pool.aclose)
         metrics.watch_channels(lambda: pool.channels)
@@ -216,8 +219,13 @@ async def build(
                 registry=metrics.registry,
                 drain=leaving,
                 share_port=place is not None,
+                ready=pool.can_serve,
             )
         )
+        telling = tasks.create_task(
+            tell_readiness(pool, workers_changed, leaving.health), name="tell readiness"
+        )
+        stack.callback(telling.cancel)
         gateway_port = None
         if settings.gateway_listen:
             pages = Pages(
@@ -225,7 +233,7 @@ async def build(
                 pool=pool,
                 routes=routes,
                 registry=shown,
-                ready=lambda: not leaving.started and any(model.decode for model in pool.models()),
+                ready=lambda: pool.can_serve and not leaving.started,
                 started_at=int(wall_clock()),
                 body_limits=_body_limits(settings),
                 connect_timeout_seconds=settings.connect_timeout_seconds,

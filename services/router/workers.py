@@ -87,6 +87,7 @@ class WorkerPool:
             without saying that it left, as a registry does that has just started.
         connect: opens a worker's channel.
         breaker_opened: told when a worker's breaker opens.
+        changed: told when `can_serve` may have changed, or `forgets_in` has.
     """
 
     def __init__(
@@ -98,12 +99,14 @@ class WorkerPool:
         grace_seconds: float,
         connect: Connect,
         breaker_opened: Callable[[], None] = lambda: None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._clock = clock
         self._breakers = breakers
         self._grace_seconds = grace_seconds
         self._connect = connect
         self._breaker_opened = breaker_opened
+        self._changed = changed
         self._lives: dict[str, WorkerLife] = {}
         self._unconfirmed: dict[str, WorkerLife] = {}
         self._tripped: dict[str, WorkerLife] = {}  # whose breaker is not closed
@@ -176,6 +179,14 @@ class WorkerPool:
             if worker_id not in confirmed and life.unconfirmed_until is None:
                 life.unconfirmed_until = now + self._grace_seconds
                 self._unconfirmed[worker_id] = life
+        self._changed()
+
+    @property
+    def forgets_in(self) -> float | None:
+        """Seconds until a worker is forgotten that is not confirmed; None if all are."""
+        ends = (life.unconfirmed_until for life in self._unconfirmed.values())
+        first = min((end for end in ends if end is not None), default=None)
+        return None if first is None else max(first - self._clock(), 0.0)
 
     # What the turns ask.
 
@@ -215,6 +226,11 @@ class WorkerPool:
                     (model.prefill if is_prefill else model.decode).append(worker)
             self._models = [found[name] for name in sorted(found)]
         return self._models
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether some model has a decode worker that takes turns, without which none is served."""
+        return any(model.decode for model in self.models())
 
     def breakers(self, state: BreakerState) -> int:
         """Workers whose breaker is in that state now. Changes nothing: any thread may ask."""
@@ -291,6 +307,7 @@ class WorkerPool:
     def _roster_changed(self) -> None:
         self._rosters.clear()
         self._models = None
+        self._changed()
 
     def _retire(self, life: WorkerLife) -> None:
         """Let a life's turns go on to their end, then close its channel."""

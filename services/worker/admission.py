@@ -20,6 +20,8 @@ class Admission:
         self._metrics = metrics
         self.in_flight = 0
         self.draining = False
+        self.drained_busy = False
+        """Whether legs were in flight when it began to drain."""
 
     @contextmanager
     def leg(self) -> Iterator[None]:
@@ -49,3 +51,4 @@ class Admission:
     def drain(self) -> None:
         """Take no new legs from now on."""
         self.draining = True
+        self.drained_busy = self.in_flight > 0

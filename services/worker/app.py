@@ -76,9 +76,10 @@ async def build(
     """Serve one leg on one engine while the block runs.
 
     The order is: event socket, engine, its connector's hello, gRPC server,
-    registration. At the end, in reverse: no new legs, draining, those in flight
-    get `grace_seconds`, the lease ends, the engine is stopped if it was started
-    here. If the engine ends first, the block is cancelled and the error raised.
+    registration, health. At the end, in reverse: no new legs, draining, those in flight
+    get `grace_seconds`, decode reads what they have handed over, the lease ends, the
+    engine is stopped if it was started here. If the engine ends first, the block is
+    cancelled and the error raised.
 
     Args:
         settings: the sidecar's settings.
@@ -197,6 +198,14 @@ async def build(
                 record=record,
             )
         )
+
+        async def hand_over() -> None:
+            # The KV of prompts whose legs have only just ended is still in this engine.
+            if settings.role == "prefill" and admission.drained_busy:
+                await clock.sleep(settings.drain_seconds)
+
+        stack.push_async_callback(hand_over)
+        leaving = rpc_server.Drain(settings.drain_seconds)
         port = await stack.enter_async_context(
             rpc_server.serve(
                 settings.listen,
@@ -205,8 +214,9 @@ async def build(
                 grace_seconds=settings.grace_seconds,
                 tls=tls,
                 registry=counters.registry,
-                drain=rpc_server.Drain(settings.drain_seconds),
+                drain=leaving,
                 around=spans(tracing, _SPANS),
+                ready=False,
             )
         )
         address = settings.advertise or join_host_port(host, port)
@@ -217,8 +227,13 @@ async def build(
             prepared_decode.drain()
             await registration.drain()
 
+        async def ready_once_heard_of() -> None:
+            await registration.heard_of()
+            await leaving.health.set_ready(True)
+
         stack.push_async_callback(drain)
         tasks.start(registration.run(), name="registration")
+        tasks.start(ready_once_heard_of(), name="readiness")
         if settings.role == "decode":
             feed = releases or GrpcReleaseFeed(channel)
             follower = ReleaseFollower(feed, hub, clock, settings.worker_id)

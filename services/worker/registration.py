@@ -18,6 +18,12 @@ from services.worker.registry import Lease, Registry
 
 _log = structlog.get_logger(__name__)
 
+HEARD_SECONDS = 2.0
+"""Time in which routers that follow the registry hear of a worker that has registered.
+
+A replica of kvmeta looks once a second for what others were told, unless it is set
+otherwise (`--watch-poll-seconds`); the rest is for the way.
+"""
 _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 5.0
 _FAREWELL_SECONDS = 2.0
@@ -51,13 +57,18 @@ class Registration:
         self._lease: Lease | None = None
         self._lease_ends = 0.0
         self._engine: EngineRef | None = None
-        self._was_registered = False
+        self._was_registered = asyncio.Event()
         self._draining = False
 
     @property
     def registered(self) -> bool:
         """True while the worker holds a lease, as far as it knows."""
         return self._lease is not None and self._clock.monotonic() < self._lease_ends
+
+    async def heard_of(self) -> None:
+        """Wait until it has registered once, and routers have had the time to hear of it."""
+        await self._was_registered.wait()
+        await self._clock.sleep(HEARD_SECONDS)
 
     async def run(self) -> None:
         """Stay registered until cancelled. Outages of the registry are waited out.
@@ -78,7 +89,7 @@ class Registration:
                     await self._renew(self._lease)
             except KvloopError as error:
                 refused = isinstance(error, PreconditionError | InvalidFieldError)
-                if refused and not self._was_registered:
+                if refused and not self._was_registered.is_set():
                     raise
                 _log.warning("registry_call_failed", reason=error.reason, error=error.message)
                 await self._clock.sleep(backoff.next_seconds())
@@ -104,7 +115,7 @@ class Registration:
             record.state = registry_pb2.Worker.STATE_DRAINING
         lease = await self._registry.register(record, ttl_seconds=self._ttl_seconds)
         self._engine = hello.ref
-        self._was_registered = True
+        self._was_registered.set()
         self._hold(lease)
         _log.info(
             "worker_registered",

@@ -242,7 +242,8 @@ class WorkerSettings(InternalTlsSettings, PeerTlsSettings, TracingSettings):
 
     drain_seconds: float = Field(0, ge=0)
     """How long calls are still answered after SIGTERM or SIGINT while no new legs are
-    taken, so that routers, which hear of it from kvmeta, turn to other workers."""
+    taken, so that routers, which hear of it from kvmeta, turn to other workers. A prefill
+    engine lives on for as long again if legs were in flight: decode reads their KV."""
 
     grace_seconds: PositiveFloat = 30
     """How long legs in flight may take to end at shutdown."""

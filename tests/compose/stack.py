@@ -28,6 +28,11 @@ BASE_IMAGE = os.environ.get("KVLOOP_BASE_IMAGE", OWN_BASE_IMAGE)
 _FILES = ("docker-compose.yml", "docker-compose.debian.yml")
 _FROM_PACKAGES = ("postgres", "front", "prometheus")
 """Services whose images have nothing in common with kvloop's own."""
+_ROUTER_IS_READY = (
+    *("python", "-m", "services.common.probe", "127.0.0.1:7100"),
+    *("--service", "kvloop.router.v1.RouterService"),
+)
+"""What its own check does not ask: whether it has workers."""
 _BUILD_SECONDS = 1500.0
 _STOP_SECONDS = 240.0
 _READY_SECONDS = 180.0
@@ -138,10 +143,12 @@ class Stack:
         )
 
     def ready(self, container: str) -> bool:
-        """Whether a container passes its own health check now.
+        """Whether a container passes its own health check now, and a router takes turns.
 
         Docker looks every few seconds and says so later.
         """
+        if container in self.containers("router"):
+            return succeeds("docker", "exec", container, *_ROUTER_IS_READY)
         check = json.loads(docker("inspect", "--format", "{{json .Config.Healthcheck}}", container))
         kind, *command = check["Test"]
         if kind == "CMD-SHELL":
@@ -158,6 +165,25 @@ class Stack:
         """Stop a container as Docker does, start it, and wait until it is ready."""
         docker("restart", container, seconds=_STOP_SECONDS)
         self.until_ready(container)
+
+    @contextmanager
+    def scaled(self, service: str, replicas: int) -> Iterator[list[str]]:
+        """Start further containers beside those of a service for the time of the block.
+
+        Yields their ids, of containers that may still be starting. Afterwards they are
+        stopped as Docker does, and removed.
+        """
+        before = self.containers(service)
+
+        def scale(number: int) -> None:
+            options = ("--detach", "--no-build", "--no-deps", "--no-recreate")
+            self.compose("up", *options, "--scale", f"{service}={number}", service)
+
+        try:
+            scale(replicas)
+            yield [each for each in self.containers(service) if each not in before]
+        finally:
+            scale(len(before))
 
     @contextmanager
     def killed(self, *containers: str) -> Iterator[None]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
 from tests.compose.commands import docker
+from tests.compose.knocks import knocks
 from tests.compose.load import load
 from tests.compose.stack import Stack
 
 pytestmark = pytest.mark.timeout(1200)
 _TURNS = 2
 """Of each kind of client, before and after."""
+_RELOADS = 5
 
 
 @pytest.mark.parametrize("service", ["router", "kvmeta", "prefill", "decode"])
@@ -42,12 +45,40 @@ async def test_the_database_is_restarted_and_no_request_fails(sim_stack: Stack) 
     assert tally.failures == []
 
 
+async def test_routers_are_added_and_taken_away_and_no_request_fails(sim_stack: Stack) -> None:
+    async with load(sim_stack, "sim", "scaled-router") as tally:
+        with ExitStack() as scaled:
+            await tally.more(_TURNS)
+            more = sim_stack.scaled("router", 4)
+            # Not while they leave: what is asked is /health/ready, and says so then.
+            async with knocks(sim_stack) as knocked:
+                added = await asyncio.to_thread(scaled.enter_context, more)
+                await asyncio.to_thread(sim_stack.until_ready, *added)
+                await tally.more(_TURNS)
+            await asyncio.to_thread(scaled.close)
+        await tally.more(_TURNS)
+
+    assert len(added) == 2
+    assert tally.failures == []
+    assert knocked.failures == []
+
+
 async def test_the_front_takes_a_new_configuration_and_no_request_fails(sim_stack: Stack) -> None:
     (front,) = sim_stack.containers("front")
-    async with load(sim_stack, "sim", "reloaded-front") as tally:
-        for _ in range(3):
+    async with load(sim_stack, "sim", "reloaded-front") as tally, knocks(sim_stack) as knocked:
+        for _ in range(_RELOADS):
             await tally.more(_TURNS)
             await asyncio.to_thread(docker, "kill", "--signal", "USR2", front)
         await tally.more(_TURNS)
 
     assert tally.failures == []
+    assert knocked.failures == []
+    assert min(knocked.answered[port] for port in ("http", "grpc")) > 0
+
+
+def test_the_front_finds_nothing_to_warn_of_in_its_configuration(sim_stack: Stack) -> None:
+    (front,) = sim_stack.containers("front")
+
+    found = docker("exec", front, "haproxy", "-c", "-f", "/usr/local/etc/haproxy/haproxy.cfg")
+
+    assert "arning" not in found

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -100,6 +104,74 @@ async def test_health_can_be_watched() -> None:
         status = await anext(aiter(watch))
         assert status.status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
+
+
+_NAME = "kvloop.kvmeta.v1.LedgerService"
+
+
+def _with_a_ledger(**options: Any) -> Any:
+    return rpc_server.serve(
+        "127.0.0.1:0",
+        lambda _: None,
+        [ledger_pb2.DESCRIPTOR.services_by_name["LedgerService"]],
+        grace_seconds=0,
+        **options,
+    )
+
+
+async def _statuses(channel: grpc.aio.Channel) -> Mapping[str, str]:
+    """What health says, by name."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    status = health_pb2.HealthCheckResponse.ServingStatus
+    return {
+        name: status.Name((await stub.Check(health_pb2.HealthCheckRequest(service=name))).status)
+        for name in ("", _NAME)
+    }
+
+
+async def test_services_are_ready_from_the_start_unless_somebody_has_to_say_so() -> None:
+    async with (
+        _with_a_ledger() as port,
+        rpc.open_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        assert await _statuses(channel) == {"": "SERVING", _NAME: "SERVING"}
+
+
+async def test_a_server_takes_calls_whose_service_is_not_ready_and_says_both() -> None:
+    drain = rpc_server.Drain()
+    async with (
+        _with_a_ledger(drain=drain, ready=False) as port,
+        rpc.open_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watch = aiter(stub.Watch(health_pb2.HealthCheckRequest(service=_NAME)))
+        assert (await anext(watch)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await _statuses(channel) == {"": "SERVING", _NAME: "NOT_SERVING"}
+
+        await drain.health.set_ready(True)
+
+        assert (await anext(watch)).status == health_pb2.HealthCheckResponse.SERVING
+        await drain.health.set_ready(False)
+        assert (await anext(watch)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await _statuses(channel) == {"": "SERVING", _NAME: "NOT_SERVING"}
+
+
+async def test_a_server_that_leaves_says_so_under_every_name_and_is_not_ready_again() -> None:
+    looked = asyncio.Event()
+
+    async def until_looked(seconds: float) -> None:
+        await looked.wait()
+
+    drain = rpc_server.Drain(1, sleep=until_looked)
+    async with _with_a_ledger(drain=drain) as port:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(drain.run())
+            async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
+                await asyncio.sleep(0)
+                await drain.health.set_ready(True)
+                said = await _statuses(channel)
+            looked.set()
+    assert said == {"": "NOT_SERVING", _NAME: "NOT_SERVING"}
 
 
 async def test_unreachable_peer_is_unavailable() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from kvloop.errors import InvalidFieldError, PreconditionError, UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker import app
+from services.worker.clock import SystemClock
 from services.worker.engine import DONE
+from services.worker.registration import HEARD_SECONDS
 from tests.flow.worker.stack import (
     CHAT,
     ENGINE_REF,
@@ -45,12 +47,58 @@ async def test_a_worker_registers_under_the_address_where_it_serves(tmp_path: Pa
     async with sidecar(tmp_path) as stack:
         (request,) = stack.kvmeta.registered
         assert request.worker.traits.prepared_legs == 256
-        health: Any = health_pb2_grpc.HealthStub(stack.channel)
-        status = await health.Check(health_pb2.HealthCheckRequest())
     assert request.worker.address == f"127.0.0.1:{stack.worker.port}"
     assert (request.worker.worker_id, request.worker.model) == ("decode-0", "tiny")
     assert request.worker.engine == ENGINE_REF
-    assert status.status == health_pb2.HealthCheckResponse.SERVING
+
+
+class _Hearing(SystemClock):
+    """A clock on which routers hear of the worker when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting = asyncio.Event()
+        self.heard = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds != HEARD_SECONDS:
+            await super().sleep(seconds)
+            return
+        self.waiting.set()
+        await self.heard.wait()
+
+
+async def test_a_worker_is_ready_when_routers_have_heard_of_it_and_stays_so(
+    tmp_path: Path,
+) -> None:
+    async with fake_kvmeta() as kvmeta:
+        port = kvmeta.port
+    chosen = settings(
+        tmp_path, kvmeta=f"127.0.0.1:{port}", lease_ttl_seconds=4, engine_poll_seconds=1
+    )
+    clock = _Hearing()
+    async with (
+        connector_of(chosen),
+        app.build(chosen, engine=FakeEngine(), clock=clock) as worker,
+        rpc.open_channel(f"127.0.0.1:{worker.port}") as channel,
+    ):
+        health: Any = health_pb2_grpc.HealthStub(channel)
+
+        async def serving(name: str) -> bool:
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        name = "kvloop.worker.v1.WorkerService"
+        assert await serving("")
+        assert not await serving(name)
+        kvmeta.lease_seconds = 4
+        async with fake_kvmeta(kvmeta, port):
+            await until(clock.waiting.is_set)
+            assert worker.registration.registered
+            assert not await serving(name)
+            clock.heard.set()
+            await until(lambda: serving(name))
+        await until(lambda: not worker.registration.registered)
+        assert await serving(name)
 
 
 async def test_worker_info_is_the_record_and_the_engines_load(tmp_path: Path) -> None:
@@ -198,6 +246,44 @@ async def test_a_draining_worker_takes_no_new_turns_and_says_so(tmp_path: Path) 
         info = await stack.stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
     assert caught.value.reason == "DRAINING"
     assert info.worker.state == registry_pb2.Worker.STATE_DRAINING
+
+
+class _Naps(SystemClock):
+    """Notes how often the worker pauses for its drain, and which leases had ended by then."""
+
+    def __init__(self, drain_seconds: float, registry: FakeRegistry) -> None:
+        self._drain_seconds = drain_seconds
+        self._registry = registry
+        self.naps: list[list[str]] = []
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds != self._drain_seconds:
+            await super().sleep(seconds)
+            return
+        self.naps.append(list(self._registry.ended))
+
+
+@pytest.mark.parametrize(
+    ("role", "legs", "naps"), [("prefill", 1, [[]]), ("prefill", 0, []), ("decode", 1, [])]
+)
+async def test_a_prefill_engine_lives_on_while_decode_reads_its_last_prompts(
+    tmp_path: Path, role: str, legs: int, naps: list[list[str]]
+) -> None:
+    chosen = settings(tmp_path, role, drain_seconds=0.0123)
+    registry = FakeRegistry()
+    clock = _Naps(0.0123, registry)
+    with ExitStack() as in_flight:
+        async with (
+            connector_of(chosen),
+            app.build(
+                chosen, engine=FakeEngine(), registry=registry, ledger=FakeLedger(), clock=clock
+            ) as worker,
+        ):
+            await until(lambda: worker.registration.registered)
+            for _ in range(legs):
+                in_flight.enter_context(worker.admission.leg())
+    assert clock.naps == naps
+    assert registry.ended == ["lease-1"]
 
 
 async def test_an_attached_engine_that_stops_answering_ends_the_sidecar(tmp_path: Path) -> None:

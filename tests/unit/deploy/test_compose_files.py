@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvloop.worker.v1 import worker_pb2
 from services.kvmeta.settings import KvmetaSettings
 from services.router.settings import RouterSettings
 from services.worker.settings import WorkerSettings
@@ -95,7 +96,8 @@ def test_compose_waits_for_all_that_a_service_does_before_it_ends() -> None:
             if variable.endswith("_DRAIN_SECONDS")
         )
         given = float(service["stop_grace_period"].removesuffix("s"))
-        assert given >= drain + seconds + _MARGIN_SECONDS, name
+        drains = 2 if name in _of_role("prefill") else 1
+        assert given >= drains * drain + seconds + _MARGIN_SECONDS, name
 
 
 def test_the_front_notices_a_router_that_leaves_before_it_has_left() -> None:
@@ -105,6 +107,20 @@ def test_the_front_notices_a_router_that_leaves_before_it_has_left() -> None:
 
     assert server is not None
     assert int(server[1]) * int(server[2]) < drain
+
+
+def test_workers_are_healthy_once_they_are_ready_and_routers_before() -> None:
+    """The front waits for routers, which may wait for engines to load for many minutes."""
+    probed: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "deploy" / "docker").glob("*Dockerfile")):
+        for port, service in re.findall(
+            r'"services\.common\.probe", "127\.0\.0\.1:(\d+)"(?:, "--service", "([\w.]+)")?\]',
+            file.read_text(),
+        ):
+            probed.setdefault(port, []).append(service)
+
+    worker = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+    assert probed == {"7100": [""], "7200": [""], "7300": [worker] * 3}
 
 
 def test_no_image_is_taken_as_whatever_is_newest() -> None:

@@ -31,18 +31,20 @@ class Client:
 class Harness:
     """A pool whose channels are entries of a list."""
 
-    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, grace_seconds: float) -> None:
         self.now = 100.0
         self.open: list[str] = []
         self.clients: list[Client] = []
         self.openings = 0
+        self.changed = asyncio.Event()
         self.pool = WorkerPool(
             tasks,
             clock=lambda: self.now,
             breakers=BreakerLimits(failures=3, cooldown_seconds=5, max_cooldown_seconds=20),
-            grace_seconds=10,
+            grace_seconds=grace_seconds,
             connect=self._connect,  # type: ignore[arg-type]
             breaker_opened=self._opened,
+            changed=self.changed.set,
         )
 
     @asynccontextmanager
@@ -67,8 +69,8 @@ class Harness:
 
 
 @asynccontextmanager
-async def harness() -> AsyncIterator[Harness]:
+async def harness(grace_seconds: float = 10) -> AsyncIterator[Harness]:
     async with asyncio.TaskGroup() as tasks:
-        made = Harness(tasks)
+        made = Harness(tasks, grace_seconds)
         yield made
         await made.pool.aclose()

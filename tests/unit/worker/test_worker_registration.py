@@ -11,7 +11,7 @@ from kvloop.errors import DeadlineError, PreconditionError, UnavailableError
 from kvloop.kvmeta.v1 import registry_pb2
 from services.worker.event_hub import EventHub
 from services.worker.metrics import WorkerMetrics
-from services.worker.registration import Registration
+from services.worker.registration import HEARD_SECONDS, Registration
 from services.worker.tasks import background_tasks
 from tests.unit.worker.fakes import FakeClock, FakeLink, FakeRegistry, hello, until
 
@@ -51,6 +51,20 @@ async def test_it_registers_and_renews(world: _World) -> None:
     assert len(world.registry.registered) == 1
     assert world.registry.renewals[0] == ("lease-1", False)
     assert world.registration.registered
+
+
+async def test_routers_have_heard_of_it_some_time_after_its_first_registration(
+    world: _World,
+) -> None:
+    world.registry.failures = [DOWN]
+    async with background_tasks() as tasks:
+        heard = tasks.start(world.registration.heard_of(), name="heard of")
+        await asyncio.sleep(0.01)
+        assert world.clock.slept == []
+        tasks.start(world.registration.run(), name="registration")
+        await heard
+    assert len(world.registry.registered) == 1
+    assert world.clock.slept[-1] == HEARD_SECONDS
 
 
 async def test_it_renews_at_a_third_of_the_lease(world: _World) -> None:
