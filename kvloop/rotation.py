@@ -77,8 +77,8 @@ class RotatingAioChannel(grpc.aio.Channel):
     def current(self) -> grpc.aio.Channel:
         """The channel for the next call.
 
-        A new one takes over when it is connected, or when the old one is not: new
-        certificates that the peer refuses do no harm as long as a connection holds.
+        A new one takes over when it is connected, or when the old one cannot connect: new
+        certificates that the peer refuses do no harm as long as it takes the old ones.
         """
         newest = self._tls.current()
         if newest is not self._newest:
@@ -95,9 +95,9 @@ class RotatingAioChannel(grpc.aio.Channel):
 
     def _takes_over(self, channel: grpc.aio.Channel) -> bool:
         ready = grpc.ChannelConnectivity.READY
-        # Being asked so makes it connect.
+        # Being asked so makes it connect. A connection that ended of age is none for a moment.
         return channel.get_state(try_to_connect=True) is ready or (
-            self._channel.get_state() is not ready
+            self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
         )
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:

@@ -64,6 +64,8 @@ _REPLICATED: list[tuple[str, int | str]] = [
     # Without a retry policy gRPC repeats those calls only that no server has seen:
     # here those that met a connection which a replica was closing for its age.
     ("grpc.enable_retries", 1),
+    # Of a larger message it would keep no copy to repeat.
+    ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
 ]
 """Further options for a name of several replicas. By watching each one's health,
 calls stop going to a replica as soon as it says that it is about to leave."""

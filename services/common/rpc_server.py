@@ -10,7 +10,7 @@ from typing import NoReturn
 import grpc
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from kvloop import rpc
 from kvloop.errors import InternalError, KvloopError, to_status
 from services.common.rpc_handlers import Around, AroundInterceptor, AroundMethod, Context
+from services.common.rpc_health import Health
 from services.common.rpc_metrics import RpcMetrics
 from services.common.tls import ServerTls
 from services.common.tls_clients import only_clients
@@ -64,27 +65,6 @@ def _age(max_connection_age_seconds: float | None) -> list[tuple[str, int]]:
     return [("grpc.max_connection_age_ms", int(max_connection_age_seconds * 1000))]
 
 
-class Health(health.aio.HealthServicer):
-    """What a server says of itself; docs/adr/0067 has why it is two things.
-
-    Under "": that it takes calls. Under the names of its services: that they are ready.
-    """
-
-    _services: Sequence[str] = ()
-
-    async def begin(self, services: Sequence[str], *, ready: bool) -> None:
-        """Say that the server takes calls, and whether its services are ready."""
-        self._services = services
-        await self.set("", health_pb2.HealthCheckResponse.SERVING)
-        await self.set_ready(ready)
-
-    async def set_ready(self, ready: bool) -> None:
-        """Say whether the services are ready. Without effect once the server leaves."""
-        status = health_pb2.HealthCheckResponse
-        for name in self._services:
-            await self.set(name, status.SERVING if ready else status.NOT_SERVING)
-
-
 class Drain:
     """How a server leaves: it says so first, and takes calls until its clients know.
 
@@ -107,7 +87,7 @@ class Drain:
         if self.started:
             return
         self.started = True
-        await self.health.enter_graceful_shutdown()
+        self.health.leave()
         await self._sleep(self._seconds)
 
 
@@ -128,7 +108,7 @@ async def serve(
 ) -> AsyncIterator[int]:
     """Run a gRPC server while the block runs.
 
-    Health is SERVING inside the block (see `Health`) and NOT_SERVING while it drains;
+    Health is SERVING inside the block (see `rpc_health.Health`) and NOT_SERVING while it drains;
     then the server stops, and calls in flight get grace_seconds to finish. Calls that
     come while a server stops fail, by no fault of their own.
 
@@ -187,7 +167,7 @@ async def serve(
         )
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}") from error
-    await drain.health.begin(names, ready=ready)
+    drain.health.begin(names, ready=ready)
     await server.start()
     try:
         yield port

@@ -109,7 +109,7 @@ class KvmetaSettings(InternalTlsSettings, TracingSettings):
     max_connection_age_seconds: float = Field(default=30, ge=1)
     """How long a client keeps a connection before it is asked for a new one, which makes
     it look up kvmeta's name again: so it finds replicas that came, or came back. Running
-    calls go on. Leave so long between the restarts of two replicas."""
+    calls go on. Leave a little more between the restarts of two replicas."""
 
     shutdown_grace_seconds: float = Field(default=1, ge=0)
     """Time that calls in flight get when the process is asked to stop."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import NoReturn
 
-from services.common.rpc_server import Health
+from services.common.rpc_health import Health
 from services.router.workers import WorkerPool
 
 
@@ -19,7 +19,7 @@ async def tell_readiness(pool: WorkerPool, changed: asyncio.Event, health: Healt
     """
     while True:
         changed.clear()
-        await health.set_ready(pool.can_serve)
+        health.set_ready(pool.can_serve)
         try:
             async with asyncio.timeout(pool.forgets_in):
                 await changed.wait()

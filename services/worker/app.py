@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 from kvloop import rpc
 from kvloop.kvmeta.v1 import registry_pb2
@@ -199,9 +201,12 @@ async def build(
             )
         )
 
+        engine_watch: asyncio.Task[NoReturn] | None = None
+
         async def hand_over() -> None:
             # The KV of prompts whose legs have only just ended is still in this engine.
-            if settings.role == "prefill" and admission.drained_busy:
+            lives = engine_watch is not None and not engine_watch.done()
+            if settings.role == "prefill" and admission.drained_busy and lives:
                 await clock.sleep(settings.drain_seconds)
 
         stack.push_async_callback(hand_over)
@@ -229,7 +234,7 @@ async def build(
 
         async def ready_once_heard_of() -> None:
             await registration.heard_of()
-            await leaving.health.set_ready(True)
+            leaving.health.set_ready(True)
 
         stack.push_async_callback(drain)
         tasks.start(registration.run(), name="registration")
@@ -240,7 +245,7 @@ async def build(
             tasks.start(follower.run(), name="releases")
             pin_ledger = pin_ledger or GrpcPinLedger(channel, settings.worker_id)
             look_after_pins(settings, tasks, hub, pin_ledger, engine, admission, clock, counters)
-        tasks.start(
+        engine_watch = tasks.start(
             watch_process(process)
             if process is not None
             else watch_health(engine, clock, poll_seconds=settings.engine_poll_seconds),

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvloop import rpc
@@ -75,8 +76,8 @@ def _name_of(*ports: int) -> str:
     return "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
 
 
-async def _ask(stub: Any, times: int) -> Counter[int]:
-    request = ledger_pb2.TakeHandleRequest()
+async def _ask(stub: Any, times: int, of_bytes: int = 0) -> Counter[int]:
+    request = ledger_pb2.TakeHandleRequest(request_id="x" * of_bytes)
     return Counter([(await stub.TakeHandle(request)).turn for _ in range(times)])
 
 
@@ -178,7 +179,8 @@ async def test_a_replica_that_comes_later_is_found_and_calls_go_on_meanwhile() -
         watch.cancel()
 
 
-async def test_no_call_fails_on_a_connection_that_ends_of_age() -> None:
+@pytest.mark.parametrize(("of_bytes", "times"), [(0, 120), (400_000, 30)])
+async def test_no_call_fails_on_a_connection_that_ends_of_age(of_bytes: int, times: int) -> None:
     async with AsyncExitStack() as stack:
         replicas = [
             await stack.enter_async_context(
@@ -194,4 +196,4 @@ async def test_no_call_fails_on_a_connection_that_ends_of_age() -> None:
         async with asyncio.TaskGroup() as tasks:
             for stub in stubs:
                 for _ in range(16):
-                    tasks.create_task(_ask(stub, 120))
+                    tasks.create_task(_ask(stub, times, of_bytes))

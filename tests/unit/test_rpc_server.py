@@ -20,6 +20,7 @@ from kvloop.errors import (
 )
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
 from services.common import rpc_server
+from services.common.rpc_health import Health
 
 
 class _Ledger(ledger_pb2_grpc.LedgerServiceServicer):
@@ -148,10 +149,10 @@ async def test_a_server_takes_calls_whose_service_is_not_ready_and_says_both() -
         assert (await anext(watch)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await _statuses(channel) == {"": "SERVING", _NAME: "NOT_SERVING"}
 
-        await drain.health.set_ready(True)
+        drain.health.set_ready(True)
 
         assert (await anext(watch)).status == health_pb2.HealthCheckResponse.SERVING
-        await drain.health.set_ready(False)
+        drain.health.set_ready(False)
         assert (await anext(watch)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await _statuses(channel) == {"": "SERVING", _NAME: "NOT_SERVING"}
 
@@ -168,10 +169,29 @@ async def test_a_server_that_leaves_says_so_under_every_name_and_is_not_ready_ag
             tasks.create_task(drain.run())
             async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
                 await asyncio.sleep(0)
-                await drain.health.set_ready(True)
+                drain.health.set_ready(True)
                 said = await _statuses(channel)
             looked.set()
     assert said == {"": "NOT_SERVING", _NAME: "NOT_SERVING"}
+
+
+async def test_a_watcher_that_reads_nothing_keeps_news_from_nobody_else() -> None:
+    health = Health()
+    health.begin([_NAME], ready=True)
+    context: Any = None  # a watch asks nothing of it
+    request = health_pb2.HealthCheckRequest(service=_NAME)
+    stuck, other = health.Watch(request, context), health.Watch(request, context)
+    status = health_pb2.HealthCheckResponse
+    async with asyncio.timeout(10):
+        assert (await anext(stuck)).status == status.SERVING  # and is held at that
+        assert (await anext(other)).status == status.SERVING
+        health.set_ready(False)
+        assert (await anext(other)).status == status.NOT_SERVING
+        health.set_ready(True)
+        assert (await anext(other)).status == status.SERVING
+        health.leave()
+        assert (await anext(other)).status == status.NOT_SERVING
+        assert (await anext(stuck)).status == status.NOT_SERVING
 
 
 async def test_unreachable_peer_is_unavailable() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import aiohttp
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.rpc_server import Drain, Health
+from services.common.rpc_health import Health
+from services.common.rpc_server import Drain
 from tests.flow.router.fakes import make_worker
 from tests.flow.router.stack import DECODE, PREFILL, Stack, running
 
@@ -79,9 +80,9 @@ class _Kept(Health):
         super().__init__()
         self.said: list[bool] = []
 
-    async def set_ready(self, ready: bool) -> None:
+    def set_ready(self, ready: bool) -> None:
         self.said.append(ready)
-        await super().set_ready(ready)
+        super().set_ready(ready)
 
 
 async def test_a_router_that_knows_the_workers_is_ready_from_the_start() -> None:

@@ -286,6 +286,29 @@ async def test_a_prefill_engine_lives_on_while_decode_reads_its_last_prompts(
     assert registry.ended == ["lease-1"]
 
 
+async def test_nothing_is_handed_over_by_an_engine_that_is_gone(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, "prefill", drain_seconds=0.0123, engine_poll_seconds=0.01)
+    engine, registry = FakeEngine(), FakeRegistry()
+    clock = _Naps(0.0123, registry)
+
+    async def live() -> None:
+        with ExitStack() as in_flight:
+            async with (
+                connector_of(chosen),
+                app.build(
+                    chosen, engine=engine, registry=registry, ledger=FakeLedger(), clock=clock
+                ) as worker,
+            ):
+                await until(lambda: worker.registration.registered)
+                in_flight.enter_context(worker.admission.leg())
+                engine.is_healthy = lambda: False
+                await asyncio.Event().wait()
+
+    with pytest.raises(UnavailableError):
+        await live()
+    assert clock.naps == []
+
+
 async def test_an_attached_engine_that_stops_answering_ends_the_sidecar(tmp_path: Path) -> None:
     chosen = settings(tmp_path, engine_poll_seconds=0.01)
     engine, registry = FakeEngine(), FakeRegistry()

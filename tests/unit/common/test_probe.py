@@ -27,7 +27,7 @@ async def test_it_asks_for_the_server_or_for_a_service_and_says_which_is_not_wel
         assert await status() == 0
         assert await status("--service", _SERVICE.full_name) == 1
         assert capsys.readouterr().err == f"{_SERVICE.full_name} is NOT_SERVING\n"
-        await drain.health.set_ready(True)
+        drain.health.set_ready(True)
         assert await status("--service", _SERVICE.full_name) == 0
         assert await status("--service", "kvloop.Nobody") == 1
         assert capsys.readouterr().err == f"127.0.0.1:{port} has no service kvloop.Nobody\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.common.rpc_server import Health
+from services.common.rpc_health import Health
 from services.router.readiness import tell_readiness
 from tests.flow.router.fakes import eventually, make_worker
 from tests.flow.router.stack import DECODE, PREFILL
@@ -18,7 +18,7 @@ class _Heard(Health):
         super().__init__()
         self.said: list[bool] = []
 
-    async def set_ready(self, ready: bool) -> None:
+    def set_ready(self, ready: bool) -> None:
         self.said.append(ready)
 
 
