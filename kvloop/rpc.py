@@ -60,12 +60,7 @@ _REPLICATED: list[tuple[str, int | str]] = [
                 "healthCheckConfig": {"serviceName": ""},
             }
         ),
-    ),
-    # Without a retry policy gRPC repeats those calls only that no server has seen:
-    # here those that met a connection which a replica was closing for its age.
-    ("grpc.enable_retries", 1),
-    # Of a larger message it would keep no copy to repeat.
-    ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
+    )
 ]
 """Further options for a name of several replicas. By watching each one's health,
 calls stop going to a replica as soon as it says that it is about to leave."""
@@ -100,7 +95,7 @@ def make_aio_channel(
 ) -> grpc.aio.Channel:
     """A channel of `grpc.aio`; arguments as for `open_channel`."""
     _check_target(target)
-    options = list(dict([*OPTIONS, *_ANSWER_WINDOW, *(_REPLICATED if replicated else ())]).items())
+    options = [*OPTIONS, *_ANSWER_WINDOW, *(_REPLICATED if replicated else ())]
     if tls is None:
         return grpc.aio.insecure_channel(target, options=options)
     return RotatingAioChannel(

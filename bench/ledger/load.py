@@ -84,7 +84,7 @@ async def run(
             measured.take.append(between - began)
             measured.commit.append(done - between)
 
-    async with rpc.open_channel(f"127.0.0.1:{port}", replicated=True) as channel:
+    async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
         ledger = ledger_pb2_grpc.LedgerServiceStub(channel)
         began = time.perf_counter()
         await asyncio.gather(*(turns(ledger, client) for client in range(concurrency)))

@@ -184,6 +184,6 @@ async def inspecting(stack: Stack) -> AsyncIterator[Inspector]:
         aiohttp.ClientSession(
             timeout=timeout, connector=aiohttp.TCPConnector(force_close=True)
         ) as session,
-        rpc.open_channel(f"127.0.0.1:{stack.kvmeta.port}", replicated=True) as channel,
+        rpc.open_channel(f"127.0.0.1:{stack.kvmeta.port}") as channel,
     ):
         yield Inspector(stack, Scraper(session), ledger_pb2_grpc.LedgerServiceStub(channel))

@@ -59,12 +59,6 @@ async def _abort(method: str, context: Context, error: Exception) -> NoReturn:
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
-def _age(max_connection_age_seconds: float | None) -> list[tuple[str, int]]:
-    if max_connection_age_seconds is None:
-        return []
-    return [("grpc.max_connection_age_ms", int(max_connection_age_seconds * 1000))]
-
-
 class Drain:
     """How a server leaves: it says so first, and takes calls until its clients know.
 
@@ -104,7 +98,6 @@ async def serve(
     around: Sequence[AroundMethod] = (),
     share_port: bool = False,
     ready: bool = True,
-    max_connection_age_seconds: float | None = None,
 ) -> AsyncIterator[int]:
     """Run a gRPC server while the block runs.
 
@@ -124,8 +117,6 @@ async def serve(
         share_port: other processes listen on the same port.
         ready: whether the services are ready from the start; `drain.health` is told
             when that changes.
-        max_connection_age_seconds: after which clients are asked to connect anew, so
-            that they look up the server's name again. Running calls go on.
 
     Yields:
         The port.
@@ -149,7 +140,6 @@ async def serve(
             ("grpc.server.max_pending_requests", 20_000),
             ("grpc.server.max_pending_requests_hard_limit", 40_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            *_age(max_connection_age_seconds),
         ],
     )
     add_services(server)

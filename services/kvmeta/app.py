@@ -133,7 +133,6 @@ async def build(
                 tls=tls,
                 registry=metrics.registry,
                 drain=rpc_server.Drain(settings.drain_seconds),
-                max_connection_age_seconds=settings.max_connection_age_seconds,
                 around=spans(tracing, _SPANS),
             )
         )

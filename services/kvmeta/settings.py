@@ -106,11 +106,6 @@ class KvmetaSettings(InternalTlsSettings, TracingSettings):
     NOT_SERVING, so that clients go over to other replicas. Half a second will do
     where there are some."""
 
-    max_connection_age_seconds: float = Field(default=30, ge=1)
-    """How long a client keeps a connection before it is asked for a new one, which makes
-    it look up kvmeta's name again: so it finds replicas that came, or came back. Running
-    calls go on. Leave a little more between the restarts of two replicas."""
-
     shutdown_grace_seconds: float = Field(default=1, ge=0)
     """Time that calls in flight get when the process is asked to stop."""
 

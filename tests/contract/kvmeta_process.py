@@ -41,8 +41,6 @@ async def run_kvmeta(database_url: str, *flags: str, port: int = 0) -> AsyncIter
         f"--listen=127.0.0.1:{port}",
         f"--database-url={database_url}",
         "--log-json",
-        # Tests' channels do not repeat calls that meet the end of a connection.
-        "--max-connection-age-seconds=3600",
         *flags,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
-import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvloop import rpc
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
@@ -29,46 +26,16 @@ class _Ledger(ledger_pb2_grpc.LedgerServiceServicer):
 
 
 @asynccontextmanager
-async def _replica(
-    number: int,
-    drain: Drain,
-    *,
-    address: str = "127.0.0.1:0",
-    max_connection_age_seconds: float | None = None,
-) -> AsyncIterator[int]:
+async def _replica(number: int, drain: Drain) -> AsyncIterator[int]:
     servicer = _Ledger(number)  # type: ignore[abstract]
     async with serve(
-        address,
+        "127.0.0.1:0",
         lambda server: ledger_pb2_grpc.add_LedgerServiceServicer_to_server(servicer, server),
         [],
         grace_seconds=5,
         drain=drain,
-        max_connection_age_seconds=max_connection_age_seconds,
     ) as port:
         yield port
-
-
-class _Names(asyncio.DatagramProtocol):
-    """A name server that gives every name the same IPv4 addresses, and no others."""
-
-    def __init__(self, *addresses: str) -> None:
-        self.addresses = addresses
-        self._transport: Any = None
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-
-    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
-        name_end = data.index(0, 12) + 1
-        question = data[12 : name_end + 4]
-        asks_for_ipv4 = question[-4:-2] == b"\0\1"
-        answers = [
-            # The name above, type A, class IN, a second to live, four bytes.
-            b"\xc0\x0c\0\1\0\1\0\0\0\1\0\4" + socket.inet_aton(address)
-            for address in (self.addresses if asks_for_ipv4 else ())
-        ]
-        counts = b"\0\1" + len(answers).to_bytes(2, "big") + b"\0\0\0\0"
-        self._transport.sendto(data[:2] + b"\x81\x80" + counts + question + b"".join(answers), addr)
 
 
 def _name_of(*ports: int) -> str:
@@ -76,8 +43,8 @@ def _name_of(*ports: int) -> str:
     return "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
 
 
-async def _ask(stub: Any, times: int, of_bytes: int = 0) -> Counter[int]:
-    request = ledger_pb2.TakeHandleRequest(request_id="x" * of_bytes)
+async def _ask(stub: Any, times: int) -> Counter[int]:
+    request = ledger_pb2.TakeHandleRequest()
     return Counter([(await stub.TakeHandle(request)).turn for _ in range(times)])
 
 
@@ -150,50 +117,3 @@ async def test_calls_fail_at_once_when_the_only_replica_is_leaving() -> None:
             await stack.aclose()
 
     assert codes == [grpc.StatusCode.UNAVAILABLE]
-
-
-async def test_a_replica_that_comes_later_is_found_and_calls_go_on_meanwhile() -> None:
-    loop = asyncio.get_running_loop()
-    transport, names = await loop.create_datagram_endpoint(
-        lambda: _Names("127.0.0.1"), local_addr=("127.0.0.1", 0)
-    )
-    async with AsyncExitStack() as stack:
-        stack.callback(transport.close)
-        port = await stack.enter_async_context(_replica(1, Drain(), max_connection_age_seconds=1))
-        name_server = "127.0.0.1:{}".format(transport.get_extra_info("sockname")[1])
-        channel = await stack.enter_async_context(
-            rpc.open_channel(f"dns://{name_server}/kvmeta.test:{port}", replicated=True)
-        )
-        stub = ledger_pb2_grpc.LedgerServiceStub(channel)
-        health: Any = health_pb2_grpc.HealthStub(channel)
-        watch = health.Watch(health_pb2.HealthCheckRequest())
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        assert await _ask(stub, 4) == {1: 4}
-
-        await stack.enter_async_context(_replica(2, Drain(), address=f"127.0.0.2:{port}"))
-        names.addresses = ("127.0.0.1", "127.0.0.2")
-        async with asyncio.timeout(20):
-            while (await _ask(stub, 4)).keys() != {1, 2}:
-                pass
-        assert not watch.done()
-        watch.cancel()
-
-
-@pytest.mark.parametrize(("of_bytes", "times"), [(0, 120), (400_000, 30)])
-async def test_no_call_fails_on_a_connection_that_ends_of_age(of_bytes: int, times: int) -> None:
-    async with AsyncExitStack() as stack:
-        replicas = [
-            await stack.enter_async_context(
-                _replica(number, Drain(), max_connection_age_seconds=0.05)
-            )
-            for number in (1, 2)
-        ]
-        clients = [
-            await stack.enter_async_context(rpc.open_channel(_name_of(*replicas), replicated=True))
-            for _ in range(4)
-        ]
-        stubs = [ledger_pb2_grpc.LedgerServiceStub(channel) for channel in clients]
-        async with asyncio.TaskGroup() as tasks:
-            for stub in stubs:
-                for _ in range(16):
-                    tasks.create_task(_ask(stub, times, of_bytes))

@@ -85,6 +85,8 @@ async def stack(tmp_path: Path, database_url: str) -> AsyncIterator[AsyncClient]
                 "events_socket": socket,
                 "engine_poll_seconds": 60,
                 "grace_seconds": 0.1,
+                # Simulated engines take no time, so there is nothing to compare.
+                "pull_guard": False,
             }
             await exits.enter_async_context(worker_app.build(WorkerSettings(**values)))
         settings = RouterSettings(

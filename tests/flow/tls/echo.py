@@ -42,11 +42,7 @@ class Echo(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def serve(
-    tls: ServerTls | None,
-    address: str = "127.0.0.1:0",
-    max_connection_age_seconds: float | None = None,
-) -> AsyncIterator[Echo]:
+async def serve(tls: ServerTls | None, address: str = "127.0.0.1:0") -> AsyncIterator[Echo]:
     """Run one."""
     echo = Echo()
     async with rpc_server.serve(
@@ -55,7 +51,6 @@ async def serve(
         [],
         grace_seconds=0,
         tls=tls,
-        max_connection_age_seconds=max_connection_age_seconds,
     ) as port:
         echo.port = port
         yield echo
