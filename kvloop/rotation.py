@@ -77,13 +77,15 @@ class RotatingAioChannel(grpc.aio.Channel):
     def current(self) -> grpc.aio.Channel:
         """The channel for the next call.
 
-        A new one takes over when it is connected, or when the old one cannot connect: new
-        certificates that the peer refuses do no harm as long as it takes the old ones.
+        A new one takes over when it is connected, and not before: new certificates that the
+        peer refuses do no harm as long as it takes the old ones.
         """
         newest = self._tls.current()
         if newest is not self._newest:
             self._newest, self._next = newest, self._open(newest)
-        if self._next is not None and self._takes_over(self._next):
+        ready = grpc.ChannelConnectivity.READY
+        # Being asked so makes it connect.
+        if self._next is not None and self._next.get_state(try_to_connect=True) is ready:
             self._left.add(self._channel)
             self._channel, self._next = self._next, None
         return self._channel
@@ -92,13 +94,6 @@ class RotatingAioChannel(grpc.aio.Channel):
     def hold(running: Any, channel: Any) -> None:
         """Keep a channel that may be left as long as a call runs on it."""
         running.add_done_callback(lambda _, channel=channel: None)
-
-    def _takes_over(self, channel: grpc.aio.Channel) -> bool:
-        ready = grpc.ChannelConnectivity.READY
-        # Being asked so makes it connect. A connection that ended of age is none for a moment.
-        return channel.get_state(try_to_connect=True) is ready or (
-            self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
-        )
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """State of the channel for the next call."""

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,34 @@ async def test_a_certificate_that_the_server_refuses_does_no_harm_while_it_takes
         authority.issue("router", "after.kvloop")
         clock.now += 2
         await _until_called_as(channel, "after.kvloop")
+
+
+async def test_a_certificate_that_is_refused_does_no_harm_either_when_the_server_starts_anew(
+    authority: Authority, clock: _Clock, tmp_path: Path
+) -> None:
+    client = authority.issue("router", "before.kvloop")
+    tls = ServerTls(authority.server(authority.issue("server")), clock=clock)
+    async with AsyncExitStack() as exits:
+        async with echo.serve(tls) as server:
+            channel = _channel(server, authority.client(client, clock=clock))
+            exits.push_async_callback(channel.close)
+            assert "before.kvloop" in await echo.who(channel)
+            (tmp_path / "other").mkdir()
+            stranger = Authority(tmp_path / "other")
+            stranger.folder = authority.folder
+            stranger.issue("router", "stranger.kvloop")
+            clock.now += 2
+            assert "before.kvloop" in await echo.who(channel)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await echo.who(channel)
+        await exits.enter_async_context(echo.serve(tls, f"127.0.0.1:{server.port}"))
+
+        said = ""
+        async with asyncio.timeout(20):
+            while not said:
+                with suppress(grpc.aio.AioRpcError):  # not connected again yet
+                    said = await echo.who(channel)
+        assert "before.kvloop" in said
 
 
 async def test_files_that_do_not_fit_together_change_nothing(
