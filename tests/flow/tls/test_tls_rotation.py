@@ -56,6 +56,15 @@ def _channel(server: Echo, tls: ClientTlsFiles) -> RotatingAioChannel:
     return channel
 
 
+def _let_a_stranger_issue(authority: Authority, folder: Path, clock: _Clock) -> None:
+    """Replace the client's certificate by one that no server takes."""
+    folder.mkdir()
+    stranger = Authority(folder)
+    stranger.folder = authority.folder
+    stranger.issue("router", "stranger.kvloop")
+    clock.now += 2
+
+
 async def _until_called_as(channel: grpc.aio.Channel, names: str) -> None:
     """Make calls until the server knows the caller by other names; none may fail."""
     while names not in await echo.who(channel):
@@ -129,11 +138,7 @@ async def test_a_certificate_that_the_server_refuses_does_no_harm_while_it_takes
         _channel(server, authority.client(client, clock=clock)) as channel,
     ):
         assert "before.kvloop" in await echo.who(channel)
-        (tmp_path / "other").mkdir()
-        stranger = Authority(tmp_path / "other")
-        stranger.folder = authority.folder
-        stranger.issue("router", "stranger.kvloop")
-        clock.now += 2
+        _let_a_stranger_issue(authority, tmp_path / "other", clock)
         for _ in range(20):
             assert "before.kvloop" in await echo.who(channel)
 
@@ -152,11 +157,7 @@ async def test_a_certificate_that_is_refused_does_no_harm_either_when_the_server
             channel = _channel(server, authority.client(client, clock=clock))
             exits.push_async_callback(channel.close)
             assert "before.kvloop" in await echo.who(channel)
-            (tmp_path / "other").mkdir()
-            stranger = Authority(tmp_path / "other")
-            stranger.folder = authority.folder
-            stranger.issue("router", "stranger.kvloop")
-            clock.now += 2
+            _let_a_stranger_issue(authority, tmp_path / "other", clock)
             assert "before.kvloop" in await echo.who(channel)
         with pytest.raises(grpc.aio.AioRpcError):
             await echo.who(channel)
