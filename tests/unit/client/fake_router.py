@@ -43,14 +43,19 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self.cancelled = asyncio.Event()
 
     async def Chat(self, request, context):
-        self.metadata = dict(context.invocation_metadata())
+        self._begin(context)
         async for event in self._turn(request, router_pb2.ChatResponse):
             yield event
 
     async def Generate(self, request, context):
-        self.metadata = dict(context.invocation_metadata())
+        self._begin(context)
         async for event in self._turn(request, router_pb2.GenerateResponse):
             yield event
+
+    def _begin(self, context: Any) -> None:
+        self.metadata = dict(context.invocation_metadata())
+        if self.hang:  # which nothing else ends, wherever the call is by then
+            context.add_done_callback(lambda _: self.cancelled.set())
 
     async def _turn(self, request, response: Any):
         self.requests.append(request)
@@ -66,11 +71,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
             else:
                 yield response(chunk=router_pb2.Chunk(json=batch[0]))
         if self.hang:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                self.cancelled.set()
-                raise
+            await asyncio.Event().wait()
         if self.error is not None:
             raise self.error
         if self.result is not None:
