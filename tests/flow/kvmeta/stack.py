@@ -69,7 +69,7 @@ class Talk:
 
 @asynccontextmanager
 async def stack(tmp_path: Path, database_url: str) -> AsyncIterator[AsyncClient]:
-    """One prefill and one decode worker with the settings that people get."""
+    """One prefill and one decode worker with the settings that people get, but for the guard."""
     async with AsyncExitStack() as exits:
         kvmeta = await exits.enter_async_context(run_kvmeta(database_url))
         address = f"127.0.0.1:{kvmeta.port}"

@@ -15,6 +15,7 @@ from kvloop.errors import PreconditionError
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc, registry_pb2, registry_pb2_grpc
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common import rpc_server
+from services.common.rpc_health import Health
 from tests.flow.router.memory_ledger import MODEL, MemoryLedger
 
 MAX_MODEL_LEN = 1000
@@ -143,6 +144,18 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     def _send(self, change: registry_pb2.WatchWorkersResponse) -> None:
         for queue in self._watchers:
             queue.put_nowait(change)
+
+
+class KeptHealth(Health):
+    """Health that keeps what it was told of readiness."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[bool] = []
+
+    def set_ready(self, ready: bool) -> None:
+        self.said.append(ready)
+        super().set_ready(ready)
 
 
 Step = Callable[[], Awaitable[None]]

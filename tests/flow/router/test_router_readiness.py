@@ -12,9 +12,8 @@ from typing import Any
 import aiohttp
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.rpc_health import Health
 from services.common.rpc_server import Drain
-from tests.flow.router.fakes import make_worker
+from tests.flow.router.fakes import KeptHealth, make_worker
 from tests.flow.router.stack import DECODE, PREFILL, Stack, running
 
 _SERVICE = "kvloop.router.v1.RouterService"
@@ -73,21 +72,9 @@ async def test_a_router_is_ready_while_it_knows_a_decode_worker() -> None:
         assert await router.takes_calls()
 
 
-class _Kept(Health):
-    """Keeps what it was told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[bool] = []
-
-    def set_ready(self, ready: bool) -> None:
-        self.said.append(ready)
-        super().set_ready(ready)
-
-
 async def test_a_router_that_knows_the_workers_is_ready_from_the_start() -> None:
     drain = Drain()
-    drain.health = kept = _Kept()
+    drain.health = kept = KeptHealth()
     async with _watched(drain=drain) as router:
         assert await router.next_ready()
     assert kept.said

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from services.common.rpc_health import Health
 from services.router.readiness import tell_readiness
-from tests.flow.router.fakes import eventually, make_worker
+from tests.flow.router.fakes import KeptHealth, eventually, make_worker
 from tests.flow.router.stack import DECODE, PREFILL
 from tests.unit.router.pool_harness import harness
-
-
-class _Heard(Health):
-    """Keeps what it was told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[bool] = []
-
-    def set_ready(self, ready: bool) -> None:
-        self.said.append(ready)
 
 
 async def test_it_is_ready_with_a_decode_worker_that_takes_turns() -> None:
@@ -57,7 +45,7 @@ async def test_a_worker_is_forgotten_when_its_grace_is_over_unless_it_comes_back
 
 async def test_health_hears_of_each_change() -> None:
     async with harness() as world, asyncio.TaskGroup() as tasks:
-        heard = _Heard()
+        heard = KeptHealth()
         telling = tasks.create_task(tell_readiness(world.pool, world.changed, heard))
         await eventually(lambda: heard.said == [False])
         await world.pool.put(make_worker("d0", DECODE))
@@ -69,7 +57,7 @@ async def test_health_hears_of_each_change() -> None:
 
 async def test_health_hears_of_a_worker_that_is_forgotten_though_nobody_asks_for_it() -> None:
     async with harness(grace_seconds=0.05) as world, asyncio.TaskGroup() as tasks:
-        heard = _Heard()
+        heard = KeptHealth()
         await world.pool.put(make_worker("d0", DECODE))
         telling = tasks.create_task(tell_readiness(world.pool, world.changed, heard))
         await eventually(lambda: heard.said == [True])
