@@ -38,7 +38,11 @@ def load_settings(kind: type[S]) -> S:
 
 
 def setup_logging(*, level: str, json: bool) -> None:
-    """Log events to stderr, as JSON lines or for people."""
+    """Log events to stderr, as JSON lines or for people.
+
+    Each event is one write with its newline: processes that share a stderr, as a
+    router's do, never join two events on a line.
+    """
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer(_to_json)
         if json
@@ -54,7 +58,7 @@ def setup_logging(*, level: str, json: bool) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
 
