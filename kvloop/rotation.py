@@ -1,11 +1,11 @@
-"""Channels whose TLS credentials change while they are used.
+"""Channels whose TLS credentials or addresses change while they are used.
 
 gRPC for Python fixes a channel's credentials when the channel is made (its core
-can watch files, but the Python package offers that to xDS alone). So a rotating
-channel is a row of channels behind one: when the certificates change, a new one
-is opened, and further calls go there. Calls that run stay where they are. A
-channel that was left is closed by gRPC when its last call ends, as nothing
-refers to it any more.
+can watch files, but the Python package offers that to xDS alone), and looks a name
+up again only when a connection breaks. So a rotating channel is a row of channels
+behind one: when the certificates or the addresses change, a new one is opened, and
+further calls go there. Calls that run stay where they are. A channel that was left
+is closed by gRPC when its last call ends, as nothing refers to it any more.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import grpc
 
 from kvloop.tls import ClientTls, TlsSource
+
+P = TypeVar("P")
 
 
 def _on_current_channel(shape: str) -> Any:
@@ -28,7 +30,7 @@ def _on_current_channel(shape: str) -> Any:
     """
 
     def make(
-        self: RotatingAioChannel | RotatingChannel,
+        self: RotatingAioChannel[Any] | RotatingChannel,
         method: str,
         request_serializer: Any = None,
         response_deserializer: Any = None,
@@ -51,20 +53,20 @@ def _on_current_channel(shape: str) -> Any:
     return make
 
 
-class RotatingAioChannel(grpc.aio.Channel):
-    """A channel of `grpc.aio` that follows its TLS files.
+class RotatingAioChannel(grpc.aio.Channel, Generic[P]):
+    """A channel of `grpc.aio` that follows what it was opened with.
 
     Args:
-        tls: how to speak TLS now.
-        open_channel: opens a channel that speaks it so.
+        newest: how to connect now; the same object until that has changed.
+        open_channel: opens a channel that connects so.
     """
 
     def __init__(
-        self, tls: TlsSource, open_channel: Callable[[ClientTls], grpc.aio.Channel]
+        self, newest: Callable[[], P], open_channel: Callable[[P], grpc.aio.Channel]
     ) -> None:
-        self._tls = tls
+        self._look = newest
         self._open = open_channel
-        self._newest = tls.current()
+        self._newest = newest()
         self._channel = open_channel(self._newest)
         self._next: grpc.aio.Channel | None = None
         self._left: weakref.WeakSet[grpc.aio.Channel] = weakref.WeakSet()
@@ -80,7 +82,7 @@ class RotatingAioChannel(grpc.aio.Channel):
         A new one takes over when it is connected, and not before: new certificates that the
         peer refuses do no harm as long as it takes the old ones.
         """
-        newest = self._tls.current()
+        newest = self._look()
         if newest is not self._newest:
             self._newest, self._next = newest, self._open(newest)
         ready = grpc.ChannelConnectivity.READY

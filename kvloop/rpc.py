@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 
 from kvloop.errors import InvalidFieldError, KvloopError, from_rpc_error
 from kvloop.rotation import RotatingAioChannel, RotatingChannel
-from kvloop.tls import TlsSource
+from kvloop.tls import ClientTls, TlsSource
 
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 """Largest message on any hop. Block lists and token digests of a 1M-token
@@ -51,20 +50,6 @@ _ANSWER_WINDOW: list[tuple[str, int | str]] = [
 ]
 """Further options of clients: how much of an answer may arrive before it is read."""
 
-_REPLICATED: list[tuple[str, int | str]] = [
-    (
-        "grpc.service_config",
-        json.dumps(
-            {
-                "loadBalancingConfig": [{"round_robin": {}}],
-                "healthCheckConfig": {"serviceName": ""},
-            }
-        ),
-    )
-]
-"""Further options for a name of several replicas. By watching each one's health,
-calls stop going to a replica as soon as it says that it is about to leave."""
-
 _WHY_TIMEOUT_SECONDS = 1.0
 
 
@@ -78,7 +63,7 @@ def make_channel(target: str, tls: TlsSource | None = None) -> grpc.Channel:
     Raises:
         InvalidFieldError: the target is a URL.
     """
-    _check_target(target)
+    check_target(target)
     options = [*OPTIONS, *_ANSWER_WINDOW]
     if tls is None:
         return grpc.insecure_channel(target, options=options)
@@ -90,20 +75,28 @@ def make_channel(target: str, tls: TlsSource | None = None) -> grpc.Channel:
     )
 
 
-def make_aio_channel(
-    target: str, tls: TlsSource | None = None, *, replicated: bool = False
-) -> grpc.aio.Channel:
+def make_aio_channel(target: str, tls: TlsSource | None = None) -> grpc.aio.Channel:
     """A channel of `grpc.aio`; arguments as for `open_channel`."""
-    _check_target(target)
-    options = [*OPTIONS, *_ANSWER_WINDOW, *(_REPLICATED if replicated else ())]
+    check_target(target)
+    if tls is None:
+        return connect_aio(target, None)
+    return RotatingAioChannel(tls.current, lambda now: connect_aio(target, now))
+
+
+def connect_aio(
+    target: str, tls: ClientTls | None, options: Sequence[tuple[str, int | str]] = ()
+) -> grpc.aio.Channel:
+    """A channel that speaks TLS as it is now.
+
+    Args:
+        target: as gRPC takes it.
+        tls: how to speak TLS; without it nothing is encrypted.
+        options: of gRPC, beside kvloop's own.
+    """
+    options = [*OPTIONS, *_ANSWER_WINDOW, *options]
     if tls is None:
         return grpc.aio.insecure_channel(target, options=options)
-    return RotatingAioChannel(
-        tls,
-        lambda now: grpc.aio.secure_channel(
-            target, now.credentials(), options=[*options, *now.options()]
-        ),
-    )
+    return grpc.aio.secure_channel(target, tls.credentials(), options=[*options, *tls.options()])
 
 
 def bearer(api_key: str) -> tuple[tuple[str, str | bytes], ...]:
@@ -111,28 +104,30 @@ def bearer(api_key: str) -> tuple[tuple[str, str | bytes], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
-def _check_target(target: str) -> None:
-    """gRPC would look for a host called http."""
+def check_target(target: str) -> None:
+    """Refuse URLs; gRPC would look for a host called http.
+
+    Raises:
+        InvalidFieldError: the target is a URL.
+    """
     if target.startswith(("http://", "https://")):
         raise InvalidFieldError(f"{target!r} is a URL; expected host:port", field="address")
 
 
 @asynccontextmanager
 async def open_channel(
-    target: str, tls: TlsSource | None = None, *, replicated: bool = False
+    target: str, tls: TlsSource | None = None
 ) -> AsyncIterator[grpc.aio.Channel]:
     """A channel, closed on exit.
 
     Args:
         target: host:port.
         tls: how to speak TLS; without it nothing is encrypted.
-        replicated: the host's name may have several addresses, of replicas that
-            share their state: calls go round those that are healthy.
 
     Raises:
         InvalidFieldError: the target is a URL.
     """
-    async with make_aio_channel(target, tls, replicated=replicated) as channel:
+    async with make_aio_channel(target, tls) as channel:
         yield channel
 
 

@@ -15,11 +15,11 @@ from limits import parse_many
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from kvloop import rpc
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from services.common import metrics_http, metrics_shares, rpc_server
 from services.common.backoff import Backoff
 from services.common.process import reload_all
+from services.common.replicated_channel import open_replicated_channel
 from services.router.admission import AdmissionLimits, TurnAdmission
 from services.router.breaker import BreakerLimits
 from services.router.deadline import Clock
@@ -133,7 +133,7 @@ async def build(
     async with AsyncExitStack() as stack:
         tracing = await stack.enter_async_context(settings.open_tracing("kvloop-router"))
         kvmeta = await stack.enter_async_context(
-            rpc.open_channel(settings.kvmeta, kvmeta_tls, replicated=True)
+            open_replicated_channel(settings.kvmeta, kvmeta_tls)
         )
         if ledger is None:
             ledger = stack.enter_context(closing(GrpcLedger(kvmeta)))

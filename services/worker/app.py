@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from kvloop import rpc
 from kvloop.kvmeta.v1 import registry_pb2
 from kvloop.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common import metrics_http, rpc_server
 from services.common.addresses import join_host_port, split_host_port
 from services.common.process import reload_all
+from services.common.replicated_channel import open_replicated_channel
 from services.common.rpc_tracing import spans
 from services.worker import events
 from services.worker.admission import Admission
@@ -140,7 +140,7 @@ async def build(
         _require_reachable(settings, hello.side_channel_host)
 
         channel = await stack.enter_async_context(
-            rpc.open_channel(settings.kvmeta, kvmeta_tls, replicated=True)
+            open_replicated_channel(settings.kvmeta, kvmeta_tls)
         )
         host, _ = split_host_port(settings.listen)
         address = settings.advertise or settings.listen  # until the port is known

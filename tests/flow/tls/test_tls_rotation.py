@@ -15,13 +15,14 @@ import pytest
 
 from kvloop import rpc
 from kvloop.rotation import RotatingAioChannel
-from kvloop.tls import ClientTlsFiles
+from kvloop.tls import ClientTls, ClientTlsFiles
 from services.common.tls import ServerTls
 from services.router.spare_calls import SpareCall
 from tests.flow.sim.engines import poll
 from tests.flow.tls import echo
 from tests.flow.tls.authority import Authority
 from tests.flow.tls.echo import Echo
+from tests.free_ports import held_port
 
 
 class _Clock:
@@ -50,7 +51,7 @@ async def _serving(authority: Authority, clock: _Clock) -> AsyncIterator[Echo]:
         yield server
 
 
-def _channel(server: Echo, tls: ClientTlsFiles) -> RotatingAioChannel:
+def _channel(server: Echo, tls: ClientTlsFiles) -> RotatingAioChannel[ClientTls]:
     channel = rpc.make_aio_channel(f"127.0.0.1:{server.port}", tls)
     assert isinstance(channel, RotatingAioChannel)
     return channel
@@ -153,7 +154,8 @@ async def test_a_certificate_that_is_refused_does_no_harm_either_when_the_server
     client = authority.issue("router", "before.kvloop")
     tls = ServerTls(authority.server(authority.issue("server")), clock=clock)
     async with AsyncExitStack() as exits:
-        async with echo.serve(tls) as server:
+        address = f"127.0.0.1:{held_port()}"
+        async with echo.serve(tls, address) as server:
             channel = _channel(server, authority.client(client, clock=clock))
             exits.push_async_callback(channel.close)
             assert "before.kvloop" in await echo.who(channel)
@@ -161,7 +163,7 @@ async def test_a_certificate_that_is_refused_does_no_harm_either_when_the_server
             assert "before.kvloop" in await echo.who(channel)
         with pytest.raises(grpc.aio.AioRpcError):
             await echo.who(channel)
-        await exits.enter_async_context(echo.serve(tls, f"127.0.0.1:{server.port}"))
+        await exits.enter_async_context(echo.serve(tls, address))
 
         said = ""
         async with asyncio.timeout(20):

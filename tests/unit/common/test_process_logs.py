@@ -25,7 +25,7 @@ def _writes_to_stderr(code: str, *, unbuffered: bool) -> list[str]:
         with theirs:
             flags = ["-u"] if unbuffered else []
             subprocess.run(
-                [sys.executable, *flags, "-c", code], stderr=theirs, check=True, timeout=60
+                [sys.executable, *flags, "-c", code], stderr=theirs.fileno(), check=True, timeout=60
             )
         writes = []
         while packet := ours.recv(65536):

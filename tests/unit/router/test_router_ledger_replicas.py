@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
-from kvloop import rpc
 from kvloop.common.v1 import common_pb2
 from kvloop.errors import KvloopError, UnavailableError
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
 from services.common import rpc_server
+from services.common.replicated_channel import open_replicated_channel
 from services.router.ledger import GrpcLedger, Opening
 
 KEY = common_pb2.ConversationKey(tenant="acme", model="tiny", conversation_id="c")
@@ -52,7 +52,7 @@ async def _take(servicer: _Ledger) -> Opening:
             [],
             grace_seconds=0,
         ) as port,
-        rpc.open_channel(f"127.0.0.1:{port}", replicated=True) as channel,
+        open_replicated_channel(f"127.0.0.1:{port}") as channel,
     ):
         return await GrpcLedger(channel).take_handle(KEY, "turn-1", timeout_seconds=5)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from kvloop import rpc
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
+from services.common.replicated_channel import open_replicated_channel
 from services.common.rpc_server import Drain, serve
 
 
@@ -52,7 +52,7 @@ async def test_calls_go_round_the_replicas() -> None:
     async with (
         _replica(1, Drain()) as first,
         _replica(2, Drain()) as second,
-        rpc.open_channel(_name_of(first, second), replicated=True) as channel,
+        open_replicated_channel(_name_of(first, second)) as channel,
     ):
         stub = ledger_pb2_grpc.LedgerServiceStub(channel)
         async with asyncio.timeout(20):
@@ -75,7 +75,7 @@ async def test_no_call_fails_while_a_replica_leaves() -> None:
             drain = Drain(1, sleep=until_clients_have_turned)
             port = await leaving.enter_async_context(_replica(1, drain))
             channel = await stack.enter_async_context(
-                rpc.open_channel(_name_of(port, other), replicated=True)
+                open_replicated_channel(_name_of(port, other))
             )
             stub = ledger_pb2_grpc.LedgerServiceStub(channel)
             async with asyncio.timeout(20):
@@ -111,7 +111,7 @@ async def test_calls_fail_at_once_when_the_only_replica_is_leaving() -> None:
     drain = Drain(1, sleep=until_a_call_has_failed)
     async with AsyncExitStack() as stack:
         port = await stack.enter_async_context(_replica(1, drain))
-        async with rpc.open_channel(_name_of(port), replicated=True) as channel:
+        async with open_replicated_channel(_name_of(port)) as channel:
             stub = ledger_pb2_grpc.LedgerServiceStub(channel)
             assert await _ask(stub, 2) == {1: 2}
             await stack.aclose()
