@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Self
+
+from tests.free_ports import held_ports
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[], Awaitable[Ends]]
@@ -34,17 +37,19 @@ class Link:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks = asyncio.TaskGroup()
         self._server: asyncio.Server | None = None
+        self._hold = ExitStack()
         self.port = 0
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        self._server = await asyncio.start_server(self._accept, _LOOPBACK, 0)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = self._hold.enter_context(held_ports())
+        self._server = await asyncio.start_server(self._accept, _LOOPBACK, self.port)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.cut()
         await self._tasks.__aexit__(None, None, None)
+        self._hold.close()
 
     def cut(self) -> None:
         """Break every connection and refuse new ones."""

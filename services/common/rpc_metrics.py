@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry, Histogram
 from services.common.series import Series
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_ROUNDED_UP = 0.01
+"""Part of a call's time by which gRPC may round it up where it is sent."""
 _NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
@@ -51,11 +53,12 @@ class RpcMetrics:
             context: of the call; it has the status of one that was aborted.
         """
         started = self._clock()
+        given = context.time_remaining()
         code = "OK"
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
-            code = _why_cancelled(context)
+            code = _why_cancelled(context, given)
             raise
         except grpc.aio.AbortError:
             code = _status_name(context.code())
@@ -65,10 +68,13 @@ class RpcMetrics:
             self._seconds.of(method.rpartition("/")[2], code).observe(seconds)
 
 
-def _why_cancelled(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """gRPC cancels the handler both when the client leaves and when time is up."""
+def _why_cancelled(context: grpc.aio.ServicerContext[Any, Any], given: float | None) -> str:
+    """gRPC cancels the handler both when the client leaves and when time is up.
+
+    Time is up at the client first: on the way here it was rounded up.
+    """
     left = context.time_remaining()
-    if left is not None and left <= 0:
+    if given is not None and left is not None and left <= given * _ROUNDED_UP:
         return grpc.StatusCode.DEADLINE_EXCEEDED.name
     return grpc.StatusCode.CANCELLED.name
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import pytest
 
 from tests.compose.commands import docker, run, succeeds
 from tests.compose.waiting import until
+from tests.free_ports import held_port
 
 _log = logging.getLogger(__name__)
 
@@ -38,13 +38,6 @@ _STOP_SECONDS = 240.0
 _READY_SECONDS = 180.0
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @dataclass
 class Stack:
     """One running stack. `engines` are the services of its profile."""
@@ -54,9 +47,9 @@ class Stack:
     decode: str
     healthy_seconds: float = 300.0
     """How long engines may take to start."""
-    http_port: int = field(default_factory=_free_port)
-    grpc_port: int = field(default_factory=_free_port)
-    prometheus_port: int = field(default_factory=_free_port)
+    http_port: int = field(default_factory=held_port)
+    grpc_port: int = field(default_factory=held_port)
+    prometheus_port: int = field(default_factory=held_port)
 
     def compose(self, *arguments: str, seconds: float = 300) -> str:
         """Run docker-compose on this stack."""
@@ -78,6 +71,8 @@ class Stack:
             "KVLOOP_SIM_PIN_LEASE_SECONDS": "300",
             # So that a busy machine does not look like an outage.
             "KVLOOP_ROUTER_LEDGER_TIMEOUT_SECONDS": "5",
+            "KVLOOP_WORKER_EVENT_TIMEOUT_SECONDS": "10",
+            "KVLOOP_WORKER_COMMIT_TIMEOUT_SECONDS": "10",
             # The builder that every Docker has.
             "DOCKER_BUILDKIT": "0",
             "COMPOSE_DOCKER_CLI_BUILD": "0",

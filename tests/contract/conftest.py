@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from services.kvmeta.sql import postgres as sql_postgres
 from services.kvmeta.sql.postgres import open_postgres
 from services.kvmeta.sql.sqlite import open_sqlite
 from services.kvmeta.sql.transactions import Transactions
@@ -43,6 +44,12 @@ def postgres(optional_postgres: PostgresServer | None) -> PostgresServer:
     if optional_postgres is None:
         pytest.skip("PostgreSQL is not installed")
     return optional_postgres
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no database that is away."""
+    monkeypatch.setattr(sql_postgres, "_CONNECT_TIMEOUT_SECONDS", 60)
 
 
 @pytest.fixture

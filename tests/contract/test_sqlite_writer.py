@@ -36,7 +36,7 @@ async def impatient(transactions: SqliteTransactions) -> list[str]:
     def change(connection: sa.Connection) -> None:
         driver = connection.connection.driver_connection
         assert driver is not None
-        driver.execute("PRAGMA busy_timeout = 20")
+        driver.execute("PRAGMA busy_timeout = 500")
         driver.set_trace_callback(statements.append)
 
     await transactions.write(change)

@@ -15,6 +15,7 @@ from kvloop import rpc
 from kvloop.errors import ConflictError
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
 from services.common import rpc_server
+from tests.flow.patience import HELD_UP_SECONDS
 
 
 class _Ledger(ledger_pb2_grpc.LedgerServiceServicer):
@@ -59,6 +60,7 @@ async def _serving(registry: CollectorRegistry) -> AsyncIterator[tuple[_Ledger, 
         ) as port,
         rpc.open_channel(f"127.0.0.1:{port}") as channel,
     ):
+        await channel.channel_ready()
         yield servicer, ledger_pb2_grpc.LedgerServiceStub(channel)
 
 
@@ -107,7 +109,7 @@ async def test_a_call_whose_time_is_up_counts_as_such() -> None:
     registry = CollectorRegistry()
     async with _serving(registry) as (servicer, stub):
         with pytest.raises(grpc.aio.AioRpcError):
-            await stub.GetConversation(ledger_pb2.GetConversationRequest(), timeout=0.2)
+            await stub.GetConversation(ledger_pb2.GetConversationRequest(), timeout=HELD_UP_SECONDS)
         await servicer.ended.wait()
 
     assert _counted(registry) == {("GetConversation", "DEADLINE_EXCEEDED"): 1}

@@ -93,6 +93,12 @@ class Service(Life[_S]):
             if not link.works:
                 await link.mend()
 
+    async def end(self) -> None:
+        """Leave, and wait for it. Its port may be anybody's then: no link leads there."""
+        await super().end()
+        for link in self._ways_in:
+            link.target_port = 0
+
     async def kill(self) -> None:
         """Cut it off in the middle of what it does; nobody hears of it."""
         for link in (*self._ways_in, *self._ways_out):

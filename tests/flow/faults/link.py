@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+
+from tests.free_ports import held_ports
 
 _PIECE_BYTES = 64 * 1024
 
@@ -18,6 +20,7 @@ class Link:
     def __init__(self, target_port: int = 0) -> None:
         self.target_port = target_port
         self.port = 0
+        self._hold = ExitStack()
         self._server: asyncio.Server | None = None
         self._ends: set[asyncio.StreamWriter] = set()
         self._relays: set[asyncio.Task[None]] = set()
@@ -29,6 +32,7 @@ class Link:
         return self._server is not None and self._requests.is_set() and self._replies.is_set()
 
     async def __aenter__(self) -> Link:
+        self.port = self._hold.enter_context(held_ports())
         await self.mend()
         return self
 
@@ -36,6 +40,7 @@ class Link:
         self.cut()
         # A connection that was just made is not among its ends yet.
         await asyncio.gather(*self._relays)
+        self._hold.close()
 
     @property
     def address(self) -> str:
@@ -70,7 +75,6 @@ class Link:
         self.cut()
         self.resume()
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         relay = asyncio.get_running_loop().create_task(self._relay(reader, writer))

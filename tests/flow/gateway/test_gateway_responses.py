@@ -19,6 +19,7 @@ from services.router.settings import RouterSettings
 from tests.flow.gateway.fleet import fleet
 from tests.flow.gateway.test_gateway_legs import Client, gateway
 from tests.flow.gateway.test_gateway_streams import Line
+from tests.flow.patience import PATIENT_ROUTER
 from tests.flow.router.fakes import eventually, fake_kvmeta, raises, serve_kvmeta
 from tests.flow.router.memory_ledger import MODEL, MemoryLedger
 from tests.flow.sim.engines import MODEL as SIM
@@ -77,6 +78,7 @@ async def line(tmp_path: Path) -> AsyncIterator[Line]:
             "kvmeta": f"127.0.0.1:{port}",
             "shutdown_grace_seconds": 0,
             "derive_conversations": False,
+            **PATIENT_ROUTER,
         }
         router = await stack.enter_async_context(router_app.build(RouterSettings(**values)))
         await eventually(router.pool.models)

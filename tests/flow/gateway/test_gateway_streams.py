@@ -20,6 +20,7 @@ import pytest
 from services.router import app as router_app
 from services.router.settings import RouterSettings
 from tests.flow.gateway.fleet import CHAT, HttpReply
+from tests.flow.patience import PATIENT_ROUTER
 from tests.flow.router.fakes import eventually, fake_kvmeta, serve_kvmeta
 from tests.flow.router.memory_ledger import MemoryLedger
 from tests.flow.worker.stack import SidecarStack, sidecar
@@ -72,6 +73,7 @@ async def line(tmp_path: Path) -> AsyncIterator[Line]:
             "kvmeta": f"127.0.0.1:{port}",
             "shutdown_grace_seconds": 0,
             "derive_conversations": False,
+            **PATIENT_ROUTER,
         }
         router = await stack.enter_async_context(router_app.build(RouterSettings(**values)))
         await eventually(router.pool.models)

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from services.router.gateway import http, server
+from tests.flow.patience import HELD_UP_SECONDS
 from tests.flow.router.fakes import eventually
 
 MAX_HEAD = 2000
@@ -260,11 +261,11 @@ async def test_a_body_that_comes_slowly_after_its_answer_does_not_keep_a_connect
 async def test_a_body_that_ends_after_its_answer_leaves_the_connection_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with connected(monkeypatch, head_timeout_seconds=1.0) as (wire, _):
+    async with connected(monkeypatch, head_timeout_seconds=HELD_UP_SECONDS) as (wire, _):
         await wire.send(POST % b"early" + b"content-length: 6\r\n\r\n")
         await wire.until(b"{}")
         await wire.send(b"abc", b"def")
-        await asyncio.sleep(1.5)  # idle for longer than a head may take
+        await asyncio.sleep(HELD_UP_SECONDS + 0.5)  # idle for longer than a head may take
         await wire.send(GET)
         await wire.until(b"</next>")
 

@@ -13,6 +13,7 @@ from kvloop import rpc
 from kvloop.kvmeta.v1 import ledger_pb2_grpc, registry_pb2_grpc
 from tests.contract.kvmeta_process import KvmetaProcess, run_kvmeta
 from tests.contract.postgres_server import PostgresServer
+from tests.free_ports import held_port
 
 Gone = Callable[[], Awaitable[None]]
 """Waits until nothing that a killed process began can still be carried out."""
@@ -82,7 +83,7 @@ class Replica:
 async def supervised(database_url: str, gone: Gone) -> AsyncIterator[Replica]:
     """A kvmeta that is started again when it dies."""
     async with (
-        run_kvmeta(database_url) as process,
+        run_kvmeta(database_url, port=held_port()) as process,
         rpc.open_channel(f"127.0.0.1:{process.port}") as channel,
         asyncio.TaskGroup() as tasks,
     ):

@@ -20,6 +20,7 @@ from services.worker import app as worker_app
 from services.worker.settings import WorkerSettings
 from tests.flow.patience import PATIENT_ROUTER, PATIENT_WORKER
 from tests.flow.sim.engines import MODEL, EngineClient, engine, poll, prompt
+from tests.free_ports import held_port
 
 ANSWER = 40
 _LOOK_SECONDS = 0.05
@@ -122,7 +123,9 @@ async def world(
         kvmeta = await kvmeta_life.enter_async_context(
             kvmeta_app.build(
                 KvmetaSettings(
-                    listen="127.0.0.1:0", database_url="memory:", sweep_interval_seconds=0.1
+                    listen=f"127.0.0.1:{held_port()}",  # tests take it away
+                    database_url="memory:",
+                    sweep_interval_seconds=0.1,
                 )
             )
         )

@@ -12,6 +12,7 @@ import pytest
 
 from kvloop.errors import InternalError, UnavailableError
 from kvloop.router.v1 import router_pb2
+from tests.flow.patience import HELD_UP_SECONDS
 from tests.flow.router.fakes import eventually, raises, waits
 from tests.flow.router.stack import Answer, Stack, running
 
@@ -34,12 +35,15 @@ def ahead(stack: Stack, leg: str = "decode") -> dict[str, float]:
     return {name: value for name, value in counted.items() if value}
 
 
-async def connect(stack: Stack) -> None:
-    """Have open channels: bodies go ahead on none that has yet to be made."""
-    await stack.chat("")
-    for worker in stack.workers.values():
-        worker.prefills.clear()
-        worker.decodes.clear()
+@asynccontextmanager
+async def connected(**options: Any) -> AsyncIterator[Stack]:
+    """A router with open channels: bodies go ahead on none that has yet to be made."""
+    async with running(**options) as stack:
+        await stack.chat("")
+        for worker in stack.workers.values():
+            worker.prefills.clear()
+            worker.decodes.clear()
+        yield stack
 
 
 @asynccontextmanager
@@ -66,7 +70,7 @@ def assert_answered(stack: Stack, answer: Answer, worker_id: str = "d0") -> None
 
 
 async def test_a_long_body_goes_ahead_and_the_leg_comes_without_it():
-    async with running() as stack:
+    async with connected() as stack:
         stack["p0"].prefill_steps.append(until_prepared(stack))
         answer = await stack.chat("c", **_LONG)
         assert_answered(stack, answer)
@@ -78,7 +82,7 @@ async def test_a_long_body_goes_ahead_and_the_leg_comes_without_it():
 
 
 async def test_an_answer_in_one_piece_is_asked_for_ahead_too():
-    async with running() as stack:
+    async with connected() as stack:
         stack["p0"].prefill_steps.append(until_prepared(stack))
         stack["d0"].batches = True
         await stack.chat("c", **_LONG)
@@ -86,14 +90,14 @@ async def test_an_answer_in_one_piece_is_asked_for_ahead_too():
 
 
 async def test_a_short_body_does_not_go_ahead():
-    async with running() as stack:
+    async with connected() as stack:
         await stack.chat("c")
         assert not stack["d0"].preparations
         assert not ahead(stack)
 
 
 async def test_none_goes_ahead_where_that_is_switched_off():
-    async with running(settings={"ahead_bytes": 0}) as stack:
+    async with connected(settings={"ahead_bytes": 0}) as stack:
         answer = await stack.chat("c", **_LONG)
         assert_answered(stack, answer)
         assert not stack["d0"].preparations
@@ -101,8 +105,7 @@ async def test_none_goes_ahead_where_that_is_switched_off():
 
 async def test_a_sidecar_that_takes_no_bodies_is_sent_none():
     """As those of older versions do, which register nothing of it."""
-    async with running(traits={"p0": {"prepared_legs": 0}, "d0": {"prepared_legs": 0}}) as stack:
-        await connect(stack)
+    async with connected(traits={"p0": {"prepared_legs": 0}, "d0": {"prepared_legs": 0}}) as stack:
         answer = await stack.chat("c", **_LONG)
         assert_answered(stack, answer)
         assert not stack["p0"].preparations
@@ -111,7 +114,7 @@ async def test_a_sidecar_that_takes_no_bodies_is_sent_none():
 
 
 async def test_a_body_that_is_refused_comes_with_its_leg():
-    async with running() as stack:
+    async with connected() as stack:
         stack["d0"].prepares = False
         stack["p0"].prefill_steps.append(until_prepared(stack))
         answer = await stack.chat("c", **_LONG)
@@ -120,7 +123,7 @@ async def test_a_body_that_is_refused_comes_with_its_leg():
 
 
 async def test_a_body_that_got_lost_is_sent_again():
-    async with running() as stack:
+    async with connected() as stack:
 
         async def lose() -> None:
             await eventually(lambda: stack["d0"].preparations)
@@ -136,7 +139,7 @@ async def test_a_body_that_got_lost_is_sent_again():
 
 
 async def test_prefill_that_is_done_at_once_waits_for_no_body():
-    async with running() as stack:
+    async with connected() as stack:
         for _ in range(20):  # a prefill leg of more than 2 ms is possible, not usual
             await stack.chat("", **_LONG)
         assert len(stack["d0"].decodes) == 20
@@ -146,7 +149,7 @@ async def test_prefill_that_is_done_at_once_waits_for_no_body():
 
 
 async def test_a_leg_that_moves_leaves_its_body_behind():
-    async with running(decode=("d0", "d1")) as stack:
+    async with connected(decode=("d0", "d1")) as stack:
 
         async def move() -> None:
             await eventually(lambda: stack["d0"].preparations)
@@ -161,7 +164,7 @@ async def test_a_leg_that_moves_leaves_its_body_behind():
 
 
 async def test_a_repeated_leg_brings_its_body():
-    async with running() as stack:
+    async with connected() as stack:
         stack["p0"].prefill_steps.append(until_prepared(stack))
         stack["d0"].decode_steps.append(raises(InternalError("no", reason="ENGINE_FAILED")))
         answer = await stack.chat("c", **_LONG)
@@ -173,7 +176,7 @@ async def test_a_repeated_leg_brings_its_body():
 
 
 async def test_without_a_hand_over_the_body_serves_all_the_same():
-    async with running() as stack:
+    async with connected() as stack:
 
         async def fail() -> None:
             await eventually(lambda: stack["d0"].preparations)
@@ -189,9 +192,9 @@ async def test_without_a_hand_over_the_body_serves_all_the_same():
 
 @pytest.mark.parametrize("way", ["hangs up", "deadline"])
 async def test_a_turn_that_ends_during_prefill_takes_its_body_back(way):
-    async with running(clock=time.monotonic) as stack:
+    async with connected(clock=time.monotonic) as stack:
         stack["p0"].prefill_steps.append(waits(asyncio.Event()))
-        limit = 1.0 if way == "deadline" else None
+        limit = HELD_UP_SECONDS if way == "deadline" else None
         turn = asyncio.create_task(stack.chat("c", timeout_seconds=limit, **_LONG))
         await eventually(lambda: stack["d0"].preparations)
         if way == "hangs up":
@@ -202,8 +205,7 @@ async def test_a_turn_that_ends_during_prefill_takes_its_body_back(way):
 
 
 async def test_prefills_body_goes_ahead_while_the_ledger_is_asked():
-    async with running() as stack:
-        await connect(stack)
+    async with connected() as stack:
         stack.give_handle("c", "d0")
         async with ledger_that_waits_for(stack):
             answer = await stack.chat("c", **_LONG)
@@ -218,8 +220,7 @@ async def test_prefills_body_goes_ahead_while_the_ledger_is_asked():
 
 
 async def test_a_body_that_prefill_lost_is_sent_again_with_its_handle():
-    async with running() as stack:
-        await connect(stack)
+    async with connected() as stack:
         stack.give_handle("c", "d0")
         stack.ledger_servicer.gate.clear()
 
@@ -242,8 +243,7 @@ async def test_a_body_that_prefill_lost_is_sent_again_with_its_handle():
 async def test_a_handle_that_calls_for_another_prefill_worker_leaves_the_body_behind():
     """p0 is chosen while nothing is known; only p1 can pull from d0."""
     traits = {"p0": {"bidirectional_kv_xfer": False}}
-    async with running(prefill=("p0", "p1"), traits=traits) as stack:
-        await connect(stack)
+    async with connected(prefill=("p0", "p1"), traits=traits) as stack:
         stack.give_handle("c", "d0")
         async with ledger_that_waits_for(stack):
             answer = await stack.chat("c", **_LONG)
@@ -255,8 +255,7 @@ async def test_a_handle_that_calls_for_another_prefill_worker_leaves_the_body_be
 
 
 async def test_a_turn_that_hangs_up_on_the_ledger_takes_its_body_back():
-    async with running() as stack:
-        await connect(stack)
+    async with connected() as stack:
         stack.ledger_servicer.gate.clear()
         turn = asyncio.create_task(stack.chat("c", **_LONG))
         await eventually(lambda: stack["p0"].preparations)
@@ -268,7 +267,7 @@ async def test_a_turn_that_hangs_up_on_the_ledger_takes_its_body_back():
 
 
 async def test_without_a_conversation_only_decodes_body_goes_ahead():
-    async with running() as stack:
+    async with connected() as stack:
         stack["p0"].prefill_steps.append(until_prepared(stack))
         await stack.chat("", **_LONG)
         assert not stack["p0"].preparations

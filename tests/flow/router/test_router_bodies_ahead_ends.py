@@ -19,7 +19,7 @@ from tests.flow.router.fakes import eventually, waits
 from tests.flow.router.stack import running
 from tests.flow.router.test_router_bodies_ahead import (
     ahead,
-    connect,
+    connected,
     ledger_that_waits_for,
     until_prepared,
 )
@@ -42,8 +42,7 @@ def alive(*kinds: type) -> list[str]:
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_a_body_that_got_lost_is_given_up_at_once(leg):
-    async with running() as stack:
-        await connect(stack)
+    async with connected() as stack:
         stack.give_handle("c", "d0")
         worker, end = stack["p0" if leg == "prefill" else "d0"], asyncio.Event()
         stack["d0"].mid_answer_steps.append(waits(end))
@@ -67,8 +66,7 @@ async def test_a_body_that_got_lost_is_given_up_at_once(leg):
 
 
 async def test_a_body_for_prefill_is_given_up_where_prefill_is_left_out():
-    async with running() as stack:
-        await connect(stack)
+    async with connected() as stack:
         end = asyncio.Event()
         stack["d0"].mid_answer_steps.append(waits(end))
         stack.ledger_servicer.gate.clear()
@@ -89,8 +87,7 @@ async def test_a_body_for_prefill_is_given_up_where_prefill_is_left_out():
 
 @pytest.mark.usefixtures("no_collector")
 async def test_a_turn_that_has_ended_is_freed_at_once():
-    async with running() as stack:
-        await connect(stack)
+    async with connected() as stack:
         for number in range(5):
             stack["p0"].prefill_steps.append(until_prepared(stack))
             async with ledger_that_waits_for(stack):
@@ -100,8 +97,7 @@ async def test_a_turn_that_has_ended_is_freed_at_once():
 
 
 async def test_no_copy_of_a_body_is_kept_while_the_answer_lasts():
-    async with running() as stack:
-        await connect(stack)
+    async with connected() as stack:
         end = asyncio.Event()
         stack["d0"].mid_answer_steps.append(waits(end))
         stack["p0"].prefill_steps.append(until_prepared(stack))
@@ -127,8 +123,7 @@ async def test_a_handle_is_not_lost_when_its_turn_breaks_at_the_body(monkeypatch
     def broken(self: PrefillLeg, turn: Turn) -> None:
         raise RuntimeError("a defect")
 
-    async with running() as stack:
-        await connect(stack)
+    async with connected() as stack:
         handle_id = stack.give_handle("c", "d0")
         monkeypatch.setattr(PrefillLeg, "prepare", broken)
         with pytest.raises(Exception, match="internal"):
@@ -138,8 +133,7 @@ async def test_a_handle_is_not_lost_when_its_turn_breaks_at_the_body(monkeypatch
 
 
 async def test_two_bodies_are_under_way_at_most():
-    async with running() as stack:
-        await connect(stack)
+    async with connected() as stack:
         end = asyncio.Event()
         stack["p0"].prefill_steps += [waits(end)] * 5
         async with asyncio.TaskGroup() as tasks:

@@ -9,6 +9,7 @@ import pytest
 
 from kvloop.errors import DeadlineError
 from kvloop.router.v1 import router_pb2
+from tests.flow.patience import HELD_UP_SECONDS
 from tests.flow.router.fakes import eventually, waits
 from tests.flow.router.stack import Stack, chat_request, running
 
@@ -83,10 +84,10 @@ async def test_cancel_while_the_ledger_is_asked_gives_the_handle_back() -> None:
 
 async def test_each_leg_gets_the_clients_deadline_less_a_margin() -> None:
     async with running(settings={"deadline_margin_seconds": 5.0}) as stack:
-        await stack.chat("c", timeout_seconds=20)
+        await stack.chat("c", timeout_seconds=60)
         for given in (*stack["p0"].prefill_timeouts, *stack["d0"].decode_timeouts):
             assert given is not None
-            assert 10 < given <= 16  # gRPC rounds up on the wire
+            assert 30 < given <= 56  # gRPC rounds up on the wire
 
 
 async def test_a_turn_without_a_deadline_gets_the_routers() -> None:
@@ -103,7 +104,7 @@ async def test_deadline_mid_answer_ends_it() -> None:
     async with running(clock=time.monotonic) as stack:
         stack["d0"].mid_answer_steps = [waits(asyncio.Event())]
         with pytest.raises(DeadlineError):
-            await stack.chat("c", timeout_seconds=1.5)
+            await stack.chat("c", timeout_seconds=HELD_UP_SECONDS)
         await eventually(lambda: stack["d0"].cancelled == ["decode"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from contextlib import AsyncExitStack
 
 import pytest
@@ -14,6 +13,7 @@ from kvloop.errors import UnavailableError
 from kvloop.router.v1 import router_pb2, router_pb2_grpc
 from services.router import app
 from services.router.settings import RouterSettings
+from tests.flow.patience import PATIENT_ROUTER
 from tests.flow.router.fakes import (
     eventually,
     fake_kvmeta,
@@ -26,6 +26,7 @@ from tests.flow.router.fakes import (
 )
 from tests.flow.router.memory_ledger import MemoryLedger
 from tests.flow.router.stack import DECODE, PREFILL, chat_request, running
+from tests.free_ports import held_port
 
 
 class Clock:
@@ -76,12 +77,13 @@ async def test_turns_are_answered_while_kvmeta_is_down_and_reuse_comes_back() ->
         await stack.enter_async_context(serve_worker(p0))
         await stack.enter_async_context(serve_worker(d0))
         kvmeta = fake_kvmeta(ledger, [p0.worker, d0.worker])
-        async with serve_kvmeta(*kvmeta) as kvmeta_port:
+        kvmeta_port = held_port()
+        async with serve_kvmeta(*kvmeta, port=kvmeta_port):
             settings = RouterSettings(
                 listen="127.0.0.1:0",
                 gateway_listen="",
                 kvmeta=f"127.0.0.1:{kvmeta_port}",
-                ledger_timeout_seconds=5,
+                **PATIENT_ROUTER,
                 registry_retry_seconds=0.01,
                 registry_retry_max_seconds=0.05,
                 shutdown_grace_seconds=0,
@@ -125,8 +127,7 @@ async def test_router_starts_without_kvmeta_and_says_that_there_are_no_workers()
 
 async def test_a_router_listens_once_it_knows_the_workers() -> None:
     """Balancers send turns to a port as soon as it takes connections."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = held_port()
     ledger = MemoryLedger()
     workers = [
         fake_worker(make_worker(*each), ledger) for each in (("p0", PREFILL), ("d0", DECODE))

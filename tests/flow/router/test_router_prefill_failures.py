@@ -16,6 +16,7 @@ from kvloop.errors import (
     PreconditionError,
     UnavailableError,
 )
+from tests.flow.patience import HELD_UP_SECONDS
 from tests.flow.router.fakes import eventually, raises, waits
 from tests.flow.router.stack import Stack, running
 from tests.links import Link, to_port
@@ -165,7 +166,8 @@ async def test_later_turns_avoid_a_prefill_worker_that_was_not_reached() -> None
 
 
 async def test_slow_prefill_is_given_up_and_repeated_without_the_handle() -> None:
-    async with running(prefill=["p0", "p1"], settings={"prefill_timeout_seconds": 1.0}) as stack:
+    settings = {"prefill_timeout_seconds": HELD_UP_SECONDS}
+    async with running(prefill=["p0", "p1"], settings=settings) as stack:
         stack.give_handle("c", "d0")
         stack["p0"].prefill_steps = [waits(asyncio.Event())]
         answer = await stack.chat("c")
@@ -179,7 +181,7 @@ async def test_deadline_of_the_client_ends_the_prefill_leg_without_a_repeat() ->
         stack.give_handle("c", "d0")
         stack["p0"].prefill_steps = [waits(asyncio.Event())]
         with pytest.raises(DeadlineError):
-            await stack.chat("c", timeout_seconds=1.5)
+            await stack.chat("c", timeout_seconds=HELD_UP_SECONDS)
         await eventually(lambda: stack["p0"].cancelled == ["prefill"])
         await eventually(lambda: stack.count("turns_total", outcome="cancelled") == 1)
         assert stack["p1"].calls == 0

@@ -16,6 +16,7 @@ from kvloop import rpc
 from kvloop.errors import DeadlineError, UnavailableError
 from services.router.spare_calls import SpareCall, StreamAhead, UnaryAhead
 from tests.flow.router.fakes import eventually
+from tests.free_ports import held_port
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -30,7 +31,7 @@ class Echo:
     """Calls that were opened, with or without a request."""
     cancelled: list[bytes] = field(default_factory=list)
     seconds_left: list[float | None] = field(default_factory=list)
-    port: int = 0
+    port: int = field(default_factory=held_port)
     stop: Callable[[], Awaitable[None]] = field(init=False)
 
     async def one(self, request: bytes, context: Context) -> bytes:
@@ -71,7 +72,7 @@ async def _serve(echo: Echo, *, grace_seconds: float | None = None) -> AsyncIter
         "Many": grpc.unary_stream_rpc_method_handler(echo.many),
     }
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", methods)])
-    echo.port = server.add_insecure_port(f"127.0.0.1:{echo.port}")
+    server.add_insecure_port(f"127.0.0.1:{echo.port}")
     echo.stop = partial(server.stop, grace_seconds)
     await server.start()
     try:
@@ -131,17 +132,30 @@ def kind(request) -> str:
     return str(request.param)
 
 
+async def _begin(channel: grpc.aio.Channel, method: Method, echo: Echo) -> None:
+    """Make the first request; afterwards a call is open for the next."""
+    await channel.channel_ready()  # none is opened where that takes long
+    assert await method(b"first") == [b"first"] * method.answers
+    await eventually(lambda: echo.opened == 2)
+
+
 @asynccontextmanager
 async def _connected(kind: str) -> AsyncIterator[tuple[Echo, Method]]:
     """A server and a method that has a call open."""
     async with _serve(Echo()) as echo, rpc.open_channel(f"127.0.0.1:{echo.port}") as channel:
         method = _method(kind, channel)
-        assert await method(b"first") == [b"first"] * method.answers
-        await eventually(lambda: echo.opened == 2)
+        await _begin(channel, method, echo)
         try:
             yield echo, method
         finally:
             method.close()
+
+
+def _let_pass(seconds: float) -> None:
+    """Set the clock of the loop ahead."""
+    loop = asyncio.get_running_loop()
+    before = loop.time
+    loop.time = lambda: before() + seconds  # type: ignore[method-assign]
 
 
 async def test_after_the_first_request_a_call_is_open_for_the_next(kind) -> None:
@@ -161,9 +175,11 @@ async def test_requests_at_once_have_a_call_each(kind) -> None:
 
 
 async def test_no_answer_in_time_is_a_deadline_error_and_ends_the_servers_work(kind) -> None:
-    async with _connected(kind) as (echo, method):
-        with pytest.raises(DeadlineError):
-            await method(b"hang", 0.05)
+    async with _connected(kind) as (echo, method), asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(_error_of(method(b"hang", 60.0)))
+        await eventually(lambda: len(echo.seconds_left) == 2)
+        _let_pass(60.0)
+        assert isinstance(await asking, DeadlineError)
         await eventually(lambda: echo.cancelled == [b"hang"])
         assert await method(b"next") == [b"next"] * method.answers
 
@@ -198,8 +214,7 @@ async def test_call_that_broke_while_it_was_open_is_not_used(kind) -> None:
     async with _serve(echo):
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{echo.port}", options=rpc.OPTIONS)
         method = _method(kind, channel)
-        await method(b"first")
-        await eventually(lambda: echo.opened == 2)
+        await _begin(channel, method, echo)
     async with channel, _serve(echo):  # another life at the same address
         async with asyncio.timeout(20):
             await channel.channel_ready()
@@ -213,8 +228,7 @@ async def test_connection_that_breaks_under_a_request_is_the_callers_error(kind)
         async with _serve(echo):
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{echo.port}", options=rpc.OPTIONS)
             method = _method(kind, channel)
-            await method(b"first")
-            await eventually(lambda: echo.opened == 2)
+            await _begin(channel, method, echo)
             asking = tasks.create_task(_error_of(method(b"hang")))
             await eventually(lambda: len(echo.seconds_left) == 2)
     error = asking.result()
@@ -236,6 +250,7 @@ async def test_request_that_cannot_be_sent_is_unavailable() -> None:
     async with _serve(Echo()) as echo:
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{echo.port}", options=rpc.OPTIONS)
         method = UnaryAhead(channel, _ONE, _as_is, _as_is)
+        await channel.channel_ready()
         await method(b"first", timeout_seconds=5)
         await eventually(lambda: method._spare._call is not None)
         broken = method._spare._call
@@ -260,8 +275,7 @@ async def test_request_that_is_too_large_is_told_so(kind) -> None:
         grpc.aio.insecure_channel(f"127.0.0.1:{echo.port}", options=options) as channel,
     ):
         method = _method(kind, channel)
-        await method(b"first")
-        await eventually(lambda: echo.opened == 2)
+        await _begin(channel, method, echo)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await method(bytes(3 * 1024 * 1024))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -288,8 +302,7 @@ async def test_server_that_stops_is_not_held_up(kind) -> None:
         server = await stack.enter_async_context(_serve(echo, grace_seconds=60))
         channel = await stack.enter_async_context(rpc.open_channel(f"127.0.0.1:{server.port}"))
         method = _method(kind, channel)
-        await method(b"first")
-        await eventually(lambda: echo.opened == 2)
+        await _begin(channel, method, echo)
         async with asyncio.timeout(10):
             await echo.stop()
         method.close()
@@ -300,8 +313,7 @@ async def test_server_that_stops_waits_for_no_call_once_none_is_expected(kind) -
         async with _serve(Echo(), grace_seconds=60) as echo:
             async with rpc.open_channel(f"127.0.0.1:{echo.port}") as channel:
                 method = _method(kind, channel)
-                await method(b"first")
-                await eventually(lambda: echo.opened == 2)
+                await _begin(channel, method, echo)
                 method.close()
                 assert await method(b"last") == [b"last"] * method.answers
                 assert echo.opened == 3  # and none ahead

@@ -17,18 +17,13 @@ from services.router import serving
 from services.router.settings import RouterSettings
 from tests.flow.router.fakes import eventually, fake_kvmeta, serve_kvmeta
 from tests.flow.router.memory_ledger import MemoryLedger
+from tests.free_ports import held_port
 
 pytestmark = pytest.mark.timeout(90)  # interpreters start, on machines that are busy
 
 _NOBODY = "127.0.0.1:1"
 _AT_ONCE_SECONDS = 10.0
 """On a machine that is busy; the wait for the registry would last for many times that."""
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def _refuses(port: int) -> bool:
@@ -43,7 +38,7 @@ async def _refuses(port: int) -> bool:
 @asynccontextmanager
 async def _starting(kvmeta: str, *flags: str) -> AsyncIterator[tuple[Process, list[int]]]:
     """A router process that waits for its registry, and the ports that it will open."""
-    ports = [_free_port(), _free_port()]
+    ports = [held_port(), held_port()]
     listen, gateway_listen = (f"127.0.0.1:{port}" for port in ports)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.router", "--log-json", "--kvmeta", kvmeta),
@@ -85,7 +80,7 @@ async def test_sigterm_ends_the_wait_for_the_registry(processes: int) -> None:
 
 
 async def test_no_port_is_opened_by_a_router_that_is_stopped_while_the_registry_is_silent() -> None:
-    port = _free_port()
+    port = held_port()
     servicer, registry = fake_kvmeta(MemoryLedger(), [])
     registry.gate.clear()
     stop = asyncio.Event()

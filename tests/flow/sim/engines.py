@@ -15,6 +15,7 @@ from services.sim import app
 from services.sim.host import EngineHost, HostState
 from services.sim.settings import SimSettings
 from services.worker.clock import Clock
+from tests.free_ports import held_ports
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -141,16 +142,19 @@ async def process(
     *, clock: Clock | None = None, **settings: Any
 ) -> AsyncIterator[list[EngineClient]]:
     """All engines of one process, on free ports."""
-    chosen = SimSettings(**{"port": 0, "side_channel_port": 0, "answer_tokens": 0} | settings)
-    async with (
-        app.build(chosen, clock=clock) as running,
-        aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=60),
-            # An engine may close an idle connection just when it is used again.
-            connector=aiohttp.TCPConnector(force_close=True),
-        ) as session,
-    ):
-        yield [EngineClient(session, host, running) for host in running.hosts]
+    count = settings.get("engines", 1)
+    with held_ports(2 * count) as first:  # engines that are restarted bind them again
+        ports = {"port": first, "side_channel_port": first + count}
+        chosen = SimSettings(**ports | {"answer_tokens": 0} | settings)
+        async with (
+            app.build(chosen, clock=clock) as running,
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=60),
+                # An engine may close an idle connection just when it is used again.
+                connector=aiohttp.TCPConnector(force_close=True),
+            ) as session,
+        ):
+            yield [EngineClient(session, host, running) for host in running.hosts]
 
 
 async def poll(holds: Callable[[], object]) -> None:

@@ -190,8 +190,9 @@ async def test_plain_text_to_a_tls_server_is_told_by_the_command(
 
 
 async def test_a_router_says_why_it_cannot_reach_a_worker(
-    server: Echo, stranger: Authority
+    server: Echo, stranger: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rpc, "_WHY_TIMEOUT_SECONDS", 20.0)
     channel = rpc.make_aio_channel(f"127.0.0.1:{server.port}", stranger.client(None))
     async with channel:
         with pytest.raises(UnavailableError) as caught:

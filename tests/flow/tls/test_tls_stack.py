@@ -17,6 +17,7 @@ from kvloop import AsyncClient, ClientTlsFiles
 from kvloop.errors import TlsError, UnauthenticatedError
 from kvloop.stack import Stack, StackSettings, WorkerSettings
 from kvloop.stack.certificates import Part, make_certificates
+from tests.flow.patience import PATIENT_ROUTER, PATIENT_WORKER, flags
 from tests.flow.sim.engines import MODEL, engine, poll
 from tests.flow.tls.secured import turn
 
@@ -39,7 +40,7 @@ async def _secured_stack(run_dir: Path) -> AsyncIterator[Stack]:
             simulated = await stack.enter_async_context(
                 engine(role=role, events_socket=str(socket))
             )
-            args = (f"--engine-url={simulated.url}", DEBUG)
+            args = (f"--engine-url={simulated.url}", DEBUG, *flags(PATIENT_WORKER))
             workers.append(WorkerSettings(role=role, args=args))
         settings = StackSettings(
             model=MODEL,
@@ -47,7 +48,7 @@ async def _secured_stack(run_dir: Path) -> AsyncIterator[Stack]:
             run_dir=run_dir,
             tls=True,
             kvmeta_args=(DEBUG,),
-            router_args=(DEBUG, f"--api-keys-file={keys}"),
+            router_args=(DEBUG, f"--api-keys-file={keys}", *flags(PATIENT_ROUTER)),
         )
         yield await stack.enter_async_context(Stack(settings))
 

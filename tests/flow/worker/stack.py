@@ -58,6 +58,7 @@ def settings(tmp_path: Path, role: str = "decode", **changes: Any) -> WorkerSett
         "kvmeta": "127.0.0.1:1",
         "engine_url": "http://127.0.0.1:1",
         "events_socket": tmp_path / "e.sock",
+        "engine_connect_timeout_seconds": 15,
         "event_timeout_seconds": 15,
         "commit_timeout_seconds": 15,
         "engine_start_timeout_seconds": 20,
@@ -79,7 +80,7 @@ async def sidecar(
         chosen = settings(tmp_path, role, **(found | changes))
         connector = await stack.enter_async_context(connector_of(chosen))
         worker = await stack.enter_async_context(app.build(chosen))
-        await until(lambda: kvmeta.registered)
+        await until(lambda: worker.registration.registered)
         channel = await stack.enter_async_context(rpc.open_channel(f"127.0.0.1:{worker.port}"))
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         yield SidecarStack(vllm, kvmeta, await connector, worker, stub, channel)

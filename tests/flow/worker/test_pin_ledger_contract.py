@@ -64,7 +64,7 @@ class _RealWorld:
             num_blocks=2,
             retention_ttl_seconds=480,
         )
-        await self._ledger.commit(commit, timeout_seconds=5)
+        await self._ledger.commit(commit, timeout_seconds=30)
 
     async def take(self, name: str) -> None:
         taken = await self._stub.TakeHandle(

@@ -9,6 +9,7 @@ import pytest
 
 from kvloop import rpc
 from kvloop.errors import DeadlineError
+from tests.flow.patience import HELD_UP_SECONDS
 from tests.flow.worker.stack import (
     CHAT,
     FIRST,
@@ -74,7 +75,7 @@ async def test_cancelling_decode_while_its_caller_does_not_read(tmp_path: Path) 
 async def test_a_deadline_that_passes_stops_the_engine_too(tmp_path: Path) -> None:
     async with sidecar(tmp_path) as stack:
         stack.vllm.answers[CHAT] = answer(asyncio.Event())
-        call = stack.stub.Decode(decode_request(), timeout=1.5)
+        call = stack.stub.Decode(decode_request(), timeout=HELD_UP_SECONDS)
         await next_chunk(call)
         with pytest.raises(DeadlineError), rpc.typed_errors():
             await next_chunk(call)

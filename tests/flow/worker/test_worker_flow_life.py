@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from tests.flow.worker.stack import (
     settings,
     sidecar,
 )
+from tests.free_ports import held_port
 from tests.unit.worker.fake_events_client import FakeEventsClient, connect
 from tests.unit.worker.fake_kvmeta import FakeKvmeta, fake_kvmeta
 from tests.unit.worker.fake_vllm import fake_vllm
@@ -53,11 +53,15 @@ async def test_a_worker_registers_under_the_address_where_it_serves(tmp_path: Pa
 
 
 class _Hearing(SystemClock):
-    """A clock on which routers hear of the worker when the test says so."""
+    """A clock on which routers hear of the worker, and time passes, when the test says so."""
 
     def __init__(self) -> None:
+        self.ahead = 0.0
         self.waiting = asyncio.Event()
         self.heard = asyncio.Event()
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.ahead
 
     async def sleep(self, seconds: float) -> None:
         if seconds != HEARD_SECONDS:
@@ -70,11 +74,8 @@ class _Hearing(SystemClock):
 async def test_a_worker_is_ready_when_routers_have_heard_of_it_and_stays_so(
     tmp_path: Path,
 ) -> None:
-    async with fake_kvmeta() as kvmeta:
-        port = kvmeta.port
-    chosen = settings(
-        tmp_path, kvmeta=f"127.0.0.1:{port}", lease_ttl_seconds=4, engine_poll_seconds=1
-    )
+    port, kvmeta = held_port(), FakeKvmeta()  # type: ignore[abstract]
+    chosen = settings(tmp_path, kvmeta=f"127.0.0.1:{port}", engine_poll_seconds=1)
     clock = _Hearing()
     async with (
         connector_of(chosen),
@@ -90,14 +91,14 @@ async def test_a_worker_is_ready_when_routers_have_heard_of_it_and_stays_so(
         name = "kvloop.worker.v1.WorkerService"
         assert await serving("")
         assert not await serving(name)
-        kvmeta.lease_seconds = 4
         async with fake_kvmeta(kvmeta, port):
             await until(clock.waiting.is_set)
             assert worker.registration.registered
             assert not await serving(name)
             clock.heard.set()
             await until(lambda: serving(name))
-        await until(lambda: not worker.registration.registered)
+        clock.ahead += kvmeta.lease_seconds
+        assert not worker.registration.registered
         assert await serving(name)
 
 
@@ -165,8 +166,7 @@ async def test_a_lease_that_is_lost_is_taken_again(tmp_path: Path) -> None:
 
 
 async def test_kvmeta_may_come_late_and_go_and_come_back(tmp_path: Path) -> None:
-    async with fake_kvmeta() as kvmeta:
-        port = kvmeta.port
+    port, kvmeta = held_port(), FakeKvmeta()  # type: ignore[abstract]
     chosen = settings(tmp_path, kvmeta=f"127.0.0.1:{port}", lease_ttl_seconds=4)
     async with (
         connector_of(chosen),
@@ -212,7 +212,7 @@ async def test_at_shutdown_legs_in_flight_end_and_then_the_lease(tmp_path: Path)
         connecting = await around.enter_async_context(connector_of(chosen))
         life = AsyncExitStack()
         worker = await life.enter_async_context(app.build(chosen))
-        await until(lambda: kvmeta.registered)
+        await until(lambda: worker.registration.registered)
         channel = await around.enter_async_context(rpc.open_channel(f"127.0.0.1:{worker.port}"))
         vllm.answers[CHAT] = answer(gate)
         call = _stub(channel).Decode(decode_request())
@@ -382,9 +382,7 @@ async def test_a_taken_port_is_noticed_before_the_engine_is_waited_for(tmp_path:
 
 
 async def test_metrics_are_served_for_prometheus(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{held_port()}"
     async with sidecar(tmp_path, metrics_listen=address, **SILENT_ENGINE) as stack:
         stack.vllm.answers[CHAT] = answer()
         await collect(stack.stub.Decode(decode_request()))

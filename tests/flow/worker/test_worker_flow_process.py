@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 import services
+from tests.free_ports import held_port
 from tests.unit.worker.fake_kvmeta import FakeKvmeta, fake_kvmeta
 from tests.unit.worker.fakes import until
 
@@ -30,7 +30,7 @@ class _Sidecar:
         self._logs = logs
 
     def events(self) -> list[dict[str, Any]]:
-        lines = (self._logs / "sidecar.log").read_text().splitlines()
+        *lines, _ = self.text().split("\n")
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def named(self, event: str) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ async def _sidecar(tmp_path: Path, kvmeta: FakeKvmeta, *flags: str) -> AsyncIter
         "--listen=127.0.0.1:0",
         f"--kvmeta={kvmeta.address}",
         "--model=tiny",
-        f"--engine-port={_free_port()}",
+        f"--engine-port={held_port()}",
         f"--engine-log={tmp_path / 'engine.log'}",
         f"--events-socket={tmp_path / 'e.sock'}",
         "--platform=cpu",
@@ -98,13 +98,6 @@ def _open(path: Path) -> Any:
     return path.open("wb")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
@@ -113,7 +106,7 @@ async def test_it_starts_the_engine_registers_and_stops_both(
     tmp_path: Path, kvmeta: FakeKvmeta
 ) -> None:
     async with _sidecar(tmp_path, kvmeta) as sidecar:
-        await until(lambda: kvmeta.registered, 20)
+        await until(lambda: sidecar.named("worker_registered"), 60)
         pids = sidecar.engine_pids()
         assert len(_alive(pids)) == 2
         sidecar.process.terminate()
@@ -127,7 +120,7 @@ async def test_it_starts_the_engine_registers_and_stops_both(
 
 async def test_kill_9_leaves_no_engine_behind(tmp_path: Path, kvmeta: FakeKvmeta) -> None:
     async with _sidecar(tmp_path, kvmeta) as sidecar:
-        await until(lambda: kvmeta.registered, 20)
+        await until(lambda: sidecar.named("worker_registered"), 60)
         pids = sidecar.engine_pids()
         sidecar.process.kill()
         await sidecar.process.wait()
@@ -138,7 +131,7 @@ async def test_an_engine_that_dies_ends_the_sidecar_with_the_reason(
     tmp_path: Path, kvmeta: FakeKvmeta
 ) -> None:
     async with _sidecar(tmp_path, kvmeta) as sidecar:
-        await until(lambda: kvmeta.registered, 20)
+        await until(lambda: sidecar.named("worker_registered"), 60)
         pids = sidecar.engine_pids()
         os.kill(pids[0], signal.SIGKILL)
         assert await sidecar.process.wait() == 1
@@ -165,9 +158,9 @@ async def test_it_can_be_stopped_while_the_engine_is_loading(
     tmp_path: Path, kvmeta: FakeKvmeta
 ) -> None:
     async with _sidecar(tmp_path, kvmeta, "--engine-args=--hang") as sidecar:
-        await until(sidecar.engine_pids, 20)
+        await until(sidecar.engine_pids, 60)
         pids = sidecar.engine_pids()
-        await until(lambda: sidecar.named("engine_loading"), 20)
+        await until(lambda: sidecar.named("engine_loading"), 60)
         sidecar.process.send_signal(signal.SIGINT)
         assert await sidecar.process.wait() == 0
     assert _alive(pids) == []

@@ -16,6 +16,8 @@ from kvloop.cli.local_model import ModelMakerError, resolve_model
 from kvloop.cli.progress import ProgressView
 from kvloop.stack import ProcessState, ProcessStatus
 
+pytestmark = pytest.mark.timeout(120)  # interpreters start, on machines that are busy
+
 FAKE = Path(__file__).parent.parent / "stack" / "fake_service.py"
 SCRIPT = """
 import asyncio, sys
@@ -59,7 +61,7 @@ class Up:
 
     def finish(self) -> int:
         """Read the rest; returns the exit status."""
-        rest, _ = self.process.communicate(timeout=20)
+        rest, _ = self.process.communicate(timeout=60)
         self.lines += rest.splitlines()
         return self.process.returncode
 

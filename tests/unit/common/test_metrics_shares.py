@@ -14,6 +14,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from services.common import metrics_shares
 
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine nobody is left out who answers."""
+    monkeypatch.setattr(metrics_shares, "_ANSWER_SECONDS", 60.0)
+
 
 def _registry(turns: int) -> CollectorRegistry:
     registry = CollectorRegistry()
@@ -98,8 +106,8 @@ def test_a_process_that_dies_while_it_answers_is_left_out(tmp_path: Path, left: 
 def test_one_that_answers_too_slowly_neither_holds_up_nor_hides_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_shares, "_ANSWER_SECONDS", 0.5)
-    drops = [b"# HELP slow More and more.\n"] * 100  # for 10 s
+    monkeypatch.setattr(metrics_shares, "_ANSWER_SECONDS", 4.0)
+    drops = [b"# HELP slow More and more.\n"] * 600  # for 60 s
     with (
         metrics_shares.share(_registry(3), tmp_path, 1),
         _answers(tmp_path / "0.metrics", [*drops, b"# EOF\n"], pause=0.1),
@@ -107,7 +115,7 @@ def test_one_that_answers_too_slowly_neither_holds_up_nor_hides_the_others(
         start = time.monotonic()
         shown = metrics_shares.of_all(tmp_path)
         assert shown.get_sample_value("running", {"process": "1"}) == 3
-        assert time.monotonic() - start < 6
+        assert time.monotonic() - start < 30
 
 
 def test_one_who_asks_and_reads_nothing_does_not_hold_up_the_end(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import grpc
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
 from services.common.replicated_channel import open_replicated_channel
 from services.common.rpc_server import Drain, serve
+from tests.free_ports import held_port
 
 
 class _Ledger(ledger_pb2_grpc.LedgerServiceServicer):
@@ -29,7 +30,7 @@ class _Ledger(ledger_pb2_grpc.LedgerServiceServicer):
 async def _replica(number: int, drain: Drain) -> AsyncIterator[int]:
     servicer = _Ledger(number)  # type: ignore[abstract]
     async with serve(
-        "127.0.0.1:0",
+        f"127.0.0.1:{held_port()}",
         lambda server: ledger_pb2_grpc.add_LedgerServiceServicer_to_server(servicer, server),
         [],
         grace_seconds=5,

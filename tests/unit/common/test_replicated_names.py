@@ -16,6 +16,7 @@ from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
 from services.common.replicated_channel import LOOK_UP_EVERY, open_replicated_channel
 from services.common.rpc_server import Drain, serve
 from tests.flow.sim.engines import poll
+from tests.free_ports import held_port
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -44,7 +45,7 @@ class _Replicas:
         self.looks = 0
         self.error: OSError | None = None
         self._running: dict[int, AsyncExitStack] = {}
-        self.port = 0
+        self.port = held_port()
 
     async def look_up(self, host: str) -> Collection[str]:
         assert host == "kvmeta"
@@ -56,7 +57,7 @@ class _Replicas:
     async def start(self, number: int) -> None:
         servicer = _Ledger(number, self.answered)  # type: ignore[abstract]
         stack = AsyncExitStack()
-        self.port = await stack.enter_async_context(
+        await stack.enter_async_context(
             serve(
                 f"127.0.0.{number}:{self.port}",
                 lambda server: ledger_pb2_grpc.add_LedgerServiceServicer_to_server(

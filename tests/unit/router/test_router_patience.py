@@ -11,6 +11,7 @@ import pytest
 from kvloop.errors import UnavailableError
 from services.router.failures import params_unused, worker_is_down
 from services.router.patience import Patience, SilenceGuard, silent
+from tests.unit.router.leaping_loop import leaping
 
 PATIENCE = Patience(
     prefill_seconds=60, first_chunk_seconds=300, next_chunk_seconds=30, prompt_bytes_per_second=4000
@@ -42,6 +43,7 @@ def test_a_silent_worker_is_avoided_and_may_have_seen_the_handle() -> None:
 
 
 @pytest.mark.parametrize("gaps", [[30.0], [0.0, 30.0], [0.0, 0.0, 30.0]])
+@leaping
 async def test_a_silence_ends_the_stream_after_what_came_before(gaps: list[float]) -> None:
     came: list[int] = []
 
@@ -55,15 +57,18 @@ async def test_a_silence_ends_the_stream_after_what_came_before(gaps: list[float
     assert came == list(range(len(gaps) - 1))
 
 
+@leaping
 async def test_a_stream_may_take_long_that_is_never_silent_for_long() -> None:
     came = [number async for number in _guarded([0.1] * 15, first=1.2, following=1.2)]
     assert len(came) == 15
 
 
+@leaping
 async def test_the_first_message_may_take_its_time_if_nothing_limits_it() -> None:
     assert [n async for n in _guarded([0.2], first=None, following=0.05)] == [0]
 
 
+@leaping
 async def test_the_time_of_a_slow_reader_does_not_count() -> None:
     came = []
     async for number in _guarded([0.0] * 3, first=0.2, following=0.2):
@@ -72,6 +77,7 @@ async def test_the_time_of_a_slow_reader_does_not_count() -> None:
     assert came == [0, 1, 2]
 
 
+@leaping
 async def test_a_reader_that_leaves_leaves_no_timer() -> None:
     async with aclosing(_guarded([0.0, 30.0], first=0.05, following=0.05)) as numbers:
         async for _ in numbers:

@@ -89,7 +89,6 @@ async def test_who_knows_another_life_is_refused(reached) -> None:
 
 async def test_nobody_there_is_an_error(reached) -> None:
     peers, host, _ = reached
-    with bind(host if ":" in host else "127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(PeerError):
-        await peers.meet(host, port)
+    # Bound, and so nobody else's; it does not listen.
+    with bind(host if ":" in host else "127.0.0.1", 0) as silent, pytest.raises(PeerError):
+        await peers.meet(host, silent.getsockname()[1])

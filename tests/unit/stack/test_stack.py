@@ -32,6 +32,8 @@ ENTRY_POINTS = EntryPoints(
 )
 
 
+pytestmark = pytest.mark.timeout(120)  # interpreters start, on machines that are busy
+
 _TEST_ID = f"KVLOOP_TEST_ID={os.getpid()}"
 """In the environment of every process that these tests start."""
 

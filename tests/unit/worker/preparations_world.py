@@ -57,7 +57,7 @@ class World:
         self.engine.script = [FIRST, self.finish, LAST, USAGE, DONE]
         self.admission = Admission(self.metrics)
         limits = CommitLimits(
-            event_timeout_seconds=0.1, commit_timeout_seconds=1, settle_timeout_seconds=1
+            event_timeout_seconds=0.1, commit_timeout_seconds=30, settle_timeout_seconds=1
         )
         committer = TurnCommitter(
             "decode-0", FakeLedger(), self.hub, clock, self.metrics, self.tasks, limits

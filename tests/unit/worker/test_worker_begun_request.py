@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
 
 import pytest
 
 from kvloop.errors import UnavailableError
+from services.worker import http_replies
 from services.worker.begun_request import HttpBegunRequest
 from services.worker.engine import DONE, Api
 from services.worker.engine_front import HEAD_HEADER
@@ -31,9 +31,14 @@ async def vllm() -> AsyncIterator[FakeVllm]:
 
 
 @pytest.fixture
-async def engine(vllm: FakeVllm) -> AsyncIterator[HttpEngine]:
+async def engine(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HttpEngine]:
+    """Its connections are kept, however busy the machine is."""
+    monkeypatch.setattr(http_replies, "_DRAIN_SECONDS", 30)
     async with open_engine(
-        vllm.url, max_connections=CONNECTIONS, connect_timeout_seconds=1
+        vllm.url,
+        max_connections=CONNECTIONS,
+        connect_timeout_seconds=30,
+        keep_alive_seconds=30,
     ) as engine:
         yield engine
 
@@ -120,9 +125,7 @@ async def test_an_engine_that_refuses_the_head_has_not_got_the_request(
 
 
 async def test_an_engine_that_is_not_there_has_not_got_the_request() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    url = "http://127.0.0.1:1"
     async with open_engine(url, max_connections=1, connect_timeout_seconds=1) as engine:
         begun = engine.begin(CHAT, HEAD, {})
         async with asyncio.TaskGroup() as group:
@@ -213,7 +216,9 @@ async def test_a_request_may_be_given_up_at_every_step_of_the_loop(
     """Connecting, sending, waiting for the reply, having it."""
     finished_in_time = 0
     first = 1 if ended_by == "cancel" else 0  # a task must have begun to see that it ends
-    for steps in range(first, 60):
+    for steps in count(first):
+        if steps >= 60 and finished_in_time:  # sockets may be slow
+            break
         begun = engine.begin(CHAT, HEAD, {})
         async with asyncio.TaskGroup() as group:
             running = group.create_task(begun.run())
@@ -223,7 +228,7 @@ async def test_a_request_may_be_given_up_at_every_step_of_the_loop(
             running.cancel() if ended_by == "cancel" else begun.close()
             finished_in_time += await finishing
             begun.close()
-    assert 0 < finished_in_time < 60
+    assert finished_in_time < 60
     await _all_connections_are_free(vllm, engine)
 
 

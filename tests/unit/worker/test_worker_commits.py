@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 
@@ -32,6 +31,8 @@ from tests.unit.worker.fakes import (
     hello,
     until,
 )
+
+pytestmark = pytest.mark.asyncio(loop_factories=["leaping"])
 
 CONVERSATION = Conversation("default", "tiny", "c1", turn=3)
 UNREACHED = UnavailableError("down", reason="LEDGER_UNREACHABLE", reached="false")
@@ -68,9 +69,10 @@ class _World:
 
 async def _seconds(work: Awaitable[object]) -> float:
     """How long something takes."""
-    start = time.monotonic()
+    clock = asyncio.get_running_loop().time
+    start = clock()
     await work
-    return time.monotonic() - start
+    return clock() - start
 
 
 PATIENT = CommitLimits(
@@ -270,10 +272,10 @@ async def test_answers_do_not_wait_for_a_ledger_that_is_silent_until_it_speaks_a
         )
         answers = [asyncio.Event() for _ in range(3)]
         world.ledger.answers = [answers[0], answers[1], 60.0, answers[2]]
-        assert await _seconds(world.run(committer)) >= 0.5
-        assert await _seconds(world.run(committer)) < 0.5
+        assert await _seconds(world.run(committer)) == pytest.approx(0.5)
+        assert await _seconds(world.run(committer)) < 0.1
         assert await world.run(committer) == CommitResult(CommitOutcome.COMMITTED, 64, 60.0)
-        assert await _seconds(world.run(committer)) >= 0.5  # it had answered
+        assert await _seconds(world.run(committer)) == pytest.approx(0.5)  # it had answered
         for answer in answers:
             answer.set()
         await until(lambda: len(world.ledger.stored) == 4)
@@ -294,7 +296,7 @@ async def test_an_answer_that_did_not_wait_says_nothing_of_a_ledger_that_spoke_m
         spoken = await world.run(committer, turn_id="turn-3")
         assert spoken.outcome is CommitOutcome.COMMITTED
         assert (await hurried).outcome is CommitOutcome.LEDGER_UNAVAILABLE
-        assert await _seconds(world.run(committer, turn_id="turn-4")) >= 0.5
+        assert await _seconds(world.run(committer, turn_id="turn-4")) == pytest.approx(0.5)
         for answer in answers:
             answer.set()
 

@@ -32,6 +32,8 @@ from tests.unit.worker.fakes import (
     until,
 )
 
+pytestmark = pytest.mark.asyncio(loop_factories=["leaping"])
+
 CONVERSATION = Conversation("default", "tiny", "c1", turn=3)
 BODY = b'{"model":"tiny","messages":[],"stream":true,"stream_options":{"include_usage":true}}'
 FIRST, SECOND, LAST, USAGE = chunk("a"), chunk("b"), chunk("", "stop"), usage_chunk(5, 2)

@@ -96,7 +96,7 @@ async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
         return
     async with (
         fake_vllm() as vllm,
-        open_engine(vllm.url, max_connections=10, connect_timeout_seconds=1) as engine,
+        open_engine(vllm.url, max_connections=10, connect_timeout_seconds=30) as engine,
     ):
 
         def reply(status: int, body: bytes) -> None:

@@ -32,6 +32,8 @@ from tests.unit.worker.preparations_world import (
     decode_order,
 )
 
+pytestmark = pytest.mark.asyncio(loop_factories=["leaping"])
+
 
 @pytest.fixture
 async def tasks() -> AsyncIterator[BackgroundTasks]:

@@ -33,6 +33,8 @@ from tests.unit.worker.fakes import (
     hello,
 )
 
+pytestmark = pytest.mark.asyncio(loop_factories=["leaping"])
+
 BODY = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"x":1.50}'
 CONVERSATION = Conversation("default", "tiny", "c1", turn=3)
 HISTORY = start()
