@@ -24,7 +24,7 @@ KEEP_SECONDS = 60.0
 """How long an address is called on after it was last seen: longer than a restart takes."""
 
 LookUp = Callable[[str], Awaitable[Collection[str]]]
-"""The IP addresses of a host. Raises OSError if there is no answer."""
+"""The IP addresses of a host. Raises as `look_up` does."""
 
 
 async def look_up(host: str) -> frozenset[str]:
@@ -32,7 +32,8 @@ async def look_up(host: str) -> frozenset[str]:
 
     Raises:
         OSError: the host is unknown, or no name server answers.
-        UnicodeError: it cannot be the name of a host.
+        ValueError: it cannot be the name of a host.
+        RuntimeError: the system starts no more threads.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[frozenset[str]] = loop.create_future()
@@ -40,7 +41,7 @@ async def look_up(host: str) -> frozenset[str]:
     def ask() -> None:
         try:
             found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
             tell(answer.set_exception, error)
         else:
             tell(answer.set_result, frozenset(str(address[0]) for *_, address in found))
@@ -117,7 +118,7 @@ class ReplicaAddresses:
         """Look the name up. Without an answer, what is known stays."""
         try:
             found = await self._look_up(self._host)
-        except (OSError, UnicodeError):  # no such name, no answer; no name at all
+        except (OSError, ValueError, RuntimeError):  # no answer; no name at all; no thread to ask
             return
         self._seen = remembered(self._seen, found, self._clock(), KEEP_SECONDS)
         target = target_of(self._seen, self._port)

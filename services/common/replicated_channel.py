@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import itertools
 import json
+import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -20,11 +21,14 @@ from kvloop.tls import ClientTls, TlsSource
 from services.common.addresses import split_host_port
 from services.common.replica_addresses import LookUp, ReplicaAddresses, look_up
 
-LOOK_UP_EVERY = 5
-"""Seconds between two look-ups while a replica answers; without one, every second."""
+LOOK_UP_SECONDS = 1.0
+"""Between two look-ups: as long as gRPC waits at least between two of its own."""
 
 FIRST_LOOK_UP_SECONDS = 1.0
 """How long opening waits for the first answer. Until one has come, gRPC looks the name up."""
+
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""Where gRPC looks for a proxy; it looks at no others."""
 
 _OPTIONS: list[tuple[str, int | str]] = [
     (
@@ -73,10 +77,12 @@ class _Ways:
         """A channel of that way."""
         options = list(_OPTIONS)
         if way.target != self._name:
-            # gRPC would take the first address for the name of the server, and know none of
-            # the names that go without a proxy.
-            options += [("grpc.default_authority", self._name), ("grpc.enable_http_proxy", 0)]
-            if way.tls is not None and not way.tls.server_name:
+            # No proxy stands before the name, so none does before its addresses.
+            options.append(("grpc.enable_http_proxy", 0))
+            # By itself gRPC would know the server by its first address.
+            if way.tls is None:
+                options.append(("grpc.default_authority", self._name))
+            elif not way.tls.server_name:
                 options.append(("grpc.ssl_target_name_override", self._host))
         return rpc.connect_aio(way.target, way.tls, options)
 
@@ -92,12 +98,14 @@ async def open_replicated_channel(
 ) -> AsyncIterator[grpc.aio.Channel]:
     """A channel that goes round the healthy replicas behind a name, closed on exit.
 
-    The name is looked up every few seconds. A replica that is added takes its share of
+    The name is looked up every second. A replica that is added takes its share of
     calls soon after; one that is away for a while is called again when it is back.
+    Streams stay on the addresses that they were opened with: see
+    `services.common.long_streams`.
 
     Args:
         target: host:port. An IP address, or a target of gRPC with a scheme, is all there
-            is: it is not looked up.
+            is: it is not looked up. Nor is a host to which the environment names a proxy.
         tls: how to speak TLS; without it nothing is encrypted.
         look_up: asks for the addresses of a host.
         clock: seconds on a clock that never goes back.
@@ -123,8 +131,7 @@ async def open_replicated_channel(
             yield channel
         finally:
             following.cancel()
-            with suppress(asyncio.CancelledError):
-                await following
+            await asyncio.wait([following])
 
 
 def _name_in(target: str) -> tuple[str, int] | None:
@@ -133,6 +140,8 @@ def _name_in(target: str) -> tuple[str, int] | None:
         host, port = split_host_port(target)
     except ValueError:
         return None
+    if has_proxy(host, os.environ):
+        return None
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -140,15 +149,21 @@ def _name_in(target: str) -> tuple[str, int] | None:
     return None
 
 
+def has_proxy(host: str, environment: Mapping[str, str]) -> bool:
+    """Whether gRPC reaches a host through a proxy, to which it gives the name."""
+    if not any(environment.get(name) for name in _PROXIES):
+        return False
+    without = environment.get("no_grpc_proxy") or environment.get("no_proxy") or ""
+    return not urllib.request.proxy_bypass(host, {"no": without})
+
+
 async def _follow(
     channel: grpc.aio.Channel,
     addresses: ReplicaAddresses,
     sleep: Callable[[float], Awaitable[object]],
 ) -> NoReturn:
-    for tick in itertools.count(1):
-        await sleep(1.0)
-        # Being asked, it goes over to what the last look-up has found.
-        ready = channel.get_state() is grpc.ChannelConnectivity.READY
-        if not ready or tick % LOOK_UP_EVERY == 0:
-            await addresses.refresh()
-    raise AssertionError("it counts for ever")
+    while True:
+        await sleep(LOOK_UP_SECONDS)
+        await addresses.refresh()
+        # Being asked, it goes over to what has been found.
+        channel.get_state()

@@ -10,9 +10,9 @@ from typing import Protocol
 import grpc
 import structlog
 
-from kvloop.errors import KvloopError, OutOfRangeError, UnavailableError
+from kvloop.errors import KvloopError, OutOfRangeError
 from kvloop.kvmeta.v1 import registry_pb2, registry_pb2_grpc
-from kvloop.rpc import typed_errors
+from services.common import long_streams
 from services.common.backoff import Backoff
 from services.router.workers import WorkerPool
 
@@ -24,7 +24,9 @@ class Registry(Protocol):
     """Says which workers are alive."""
 
     def watch(self, after_revision: int) -> AsyncGenerator[registry_pb2.WatchWorkersResponse, None]:
-        """The live workers, one SYNCED, then every change; ends only by failing.
+        """The live workers, one SYNCED, then every change.
+
+        It ends now and then; whoever watches goes on after the last revision.
 
         Args:
             after_revision: send what changed since in place of the live workers;
@@ -38,10 +40,18 @@ class Registry(Protocol):
 
 
 class GrpcRegistry:
-    """The registry of a kvmeta service. See `Registry`."""
+    """The registry of a kvmeta service. See `Registry`.
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    Args:
+        channel: to kvmeta; not closed here.
+        watch_seconds: how long one watch lasts.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, *, watch_seconds: float = long_streams.LONGEST_SECONDS
+    ) -> None:
         self._stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        self._watch_seconds = watch_seconds
 
     async def watch(
         self, after_revision: int
@@ -50,13 +60,9 @@ class GrpcRegistry:
         call = self._stub.WatchWorkers(
             registry_pb2.WatchWorkersRequest(after_revision=after_revision)
         )
-        try:
-            with typed_errors():
-                async for change in call:
-                    yield change
-        finally:
-            call.cancel()
-        raise UnavailableError("the registry ended the watch")
+        async with aclosing(long_streams.messages(call, self._watch_seconds)) as changes:
+            async for change in changes:
+                yield change
 
 
 class RegistryFollower:
@@ -132,7 +138,8 @@ class RegistryFollower:
                 self._pool.remove(worker.worker_id)
             case _Change.TYPE_SYNCED:
                 self._pool.keep_only(self._seen)
+                if not self._connected:
+                    _log.info("registry_synced", workers=len(self._seen))
                 self._connected = True
                 self._synced_once.set()
                 self._backoff.reset()
-                _log.info("registry_synced", workers=len(self._seen))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
 import structlog
 
-from kvloop import rpc
 from kvloop.errors import KvloopError, OutOfRangeError
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
+from services.common import long_streams
 from services.common.backoff import Backoff
 from services.worker.clock import Clock
 from services.worker.event_hub import EventHub
@@ -41,6 +42,8 @@ class ReleaseFeed(Protocol):
     def releases(self, worker_id: str, after_revision: int) -> AsyncIterator[Release]:
         """All releases of a worker after a revision, then each as it comes.
 
+        It ends now and then; whoever follows goes on after the last revision.
+
         Raises:
             OutOfRangeError: the ledger no longer remembers that far back.
             KvloopError: the ledger cannot be reached.
@@ -52,18 +55,22 @@ class GrpcReleaseFeed:
 
     Args:
         channel: to kvmeta; not closed here.
+        watch_seconds: how long one watch lasts.
     """
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, *, watch_seconds: float = long_streams.LONGEST_SECONDS
+    ) -> None:
         self._stub = ledger_pb2_grpc.LedgerServiceStub(channel)
+        self._watch_seconds = watch_seconds
 
     async def releases(self, worker_id: str, after_revision: int) -> AsyncIterator[Release]:
         """See `ReleaseFeed.releases`."""
         call = self._stub.WatchReleases(
             ledger_pb2.WatchReleasesRequest(worker_id=worker_id, after_revision=after_revision)
         )
-        with rpc.typed_errors():
-            async for message in call:
+        async with aclosing(long_streams.messages(call, self._watch_seconds)) as messages:
+            async for message in messages:
                 yield Release(
                     revision=message.revision,
                     engine=EngineRef(message.engine.engine_id, message.engine.epoch),

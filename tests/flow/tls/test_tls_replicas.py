@@ -19,16 +19,24 @@ async def _loopback(host: str) -> Collection[str]:
     return ["127.0.0.1"]
 
 
-@pytest.mark.parametrize(("name", "answers"), [("kvmeta.example", True), ("other.example", False)])
+@pytest.mark.parametrize(
+    ("host", "server_name", "answers"),
+    [
+        ("kvmeta.example", "", True),
+        ("other.example", "", False),
+        ("other.example", "kvmeta.example", True),
+        ("kvmeta.example", "other.example", False),
+    ],
+)
 async def test_the_name_is_checked_and_not_the_address(
-    tmp_path: Path, name: str, answers: bool
+    tmp_path: Path, host: str, server_name: str, answers: bool
 ) -> None:
     authority = Authority(tmp_path)
     files = authority.server(authority.issue("server", "kvmeta.example"))
-    tls = authority.client(authority.issue("router"))
+    tls = authority.client(authority.issue("router"), server_name=server_name)
     async with (
         echo.serve(ServerTls(files, clock=time.monotonic)) as server,
-        open_replicated_channel(f"{name}:{server.port}", tls, look_up=_loopback) as channel,
+        open_replicated_channel(f"{host}:{server.port}", tls, look_up=_loopback) as channel,
     ):
         if answers:
             assert "router.kvloop" in await echo.who(channel)

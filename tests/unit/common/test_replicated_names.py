@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ import pytest
 
 from kvloop.errors import InvalidFieldError
 from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
-from services.common.replicated_channel import LOOK_UP_EVERY, open_replicated_channel
+from services.common.replicated_channel import has_proxy, open_replicated_channel
 from services.common.rpc_server import Drain, serve
 from tests.flow.sim.engines import poll
 from tests.free_ports import held_port
@@ -43,7 +44,7 @@ class _Replicas:
         self.answered: list[int] = []
         self.asking = False
         self.looks = 0
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         self._running: dict[int, AsyncExitStack] = {}
         self.port = held_port()
 
@@ -189,9 +190,11 @@ async def test_calls_that_run_stay_where_they_are(replicas: _Replicas) -> None:
         watch.cancel()
 
 
-async def test_a_channel_that_answers_looks_every_few_seconds_and_others_every_second(
-    replicas: _Replicas,
-) -> None:
+def _has(things: list[float], number: int) -> bool:
+    return len(things) == number
+
+
+async def test_the_name_is_looked_up_every_second(replicas: _Replicas) -> None:
     await replicas.start(1)
     ticks: asyncio.Queue[None] = asyncio.Queue()
     asked_for: list[float] = []
@@ -200,23 +203,31 @@ async def test_a_channel_that_answers_looks_every_few_seconds_and_others_every_s
         asked_for.append(seconds)
         await ticks.get()
 
-    async def looks_in(seconds: int) -> int:
-        before, until = replicas.looks, len(asked_for) + seconds
-        for _ in range(seconds):
-            ticks.put_nowait(None)
-        await poll(lambda: len(asked_for) == until)
-        return replicas.looks - before
-
     target = f"kvmeta:{replicas.port}"
-    async with open_replicated_channel(target, look_up=replicas.look_up, sleep=sleep) as channel:
-        assert replicas.looks == 1
-        await _ask(channel, 1)
-        await poll(lambda: asked_for)
-        assert await looks_in(4 * LOOK_UP_EVERY) == 4
-        await replicas.stop(1)
-        await poll(lambda: channel.get_state() is not grpc.ChannelConnectivity.READY)
-        assert await looks_in(2 * LOOK_UP_EVERY) == 2 * LOOK_UP_EVERY
+    async with open_replicated_channel(target, look_up=replicas.look_up, sleep=sleep):
+        for looks in range(1, 5):
+            await poll(partial(_has, asked_for, looks))
+            assert replicas.looks == looks
+            ticks.put_nowait(None)
     assert set(asked_for) == {1.0}
+
+
+async def test_a_system_without_threads_to_spare_changes_nothing(replicas: _Replicas) -> None:
+    await replicas.start(1)
+    async with replicas.opened() as channel:
+        replicas.error = RuntimeError("can't start new thread")
+        await replicas.have_looked(3)
+        assert await _ask(channel, 1) == {1: 1}
+        replicas.error = None
+        await replicas.start(2)
+        await _until_answered_by(channel, 1, 2)
+
+
+async def test_the_bodys_own_error_is_the_one_that_leaves(replicas: _Replicas) -> None:
+    await replicas.start(1)
+    with pytest.raises(KeyError, match="the body's own"):
+        async with replicas.opened():
+            raise KeyError("the body's own")
 
 
 async def test_a_name_server_that_hangs_does_not_keep_the_channel_from_opening() -> None:
@@ -248,6 +259,43 @@ async def test_an_address_is_not_looked_up(replicas: _Replicas, host: str) -> No
     ) as channel:
         assert await _ask(channel, 3) == {1: 3}
     assert replicas.looks == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "through"),
+    [
+        ({}, False),
+        ({"http_proxy": "http://proxy:3128"}, True),
+        ({"grpc_proxy": "http://proxy:3128"}, True),
+        ({"HTTP_PROXY": "http://proxy:3128"}, False),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "db.example,.svc"}, False),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "db.example"}, True),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "*", "no_grpc_proxy": "db"}, True),
+    ],
+)
+def test_a_proxy_gets_the_name(environment: dict[str, str], through: bool) -> None:
+    assert has_proxy("kvmeta.kvloop.svc", environment) is through
+
+
+async def test_a_name_with_a_proxy_is_not_looked_up(
+    replicas: _Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    await replicas.start(1)
+    async with replicas.opened() as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"127\.0\.0\.1:1"):
+            await _ask(channel, 1)
+    assert replicas.looks == 0
+
+
+async def test_addresses_of_a_name_without_a_proxy_have_none_either(
+    replicas: _Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "kvmeta")
+    await replicas.start(1)
+    async with replicas.opened() as channel:
+        assert await _ask(channel, 1) == {1: 1}
 
 
 async def test_a_url_is_no_target() -> None:

@@ -138,6 +138,10 @@ async def test_unconfirmed_workers_are_kept_for_the_grace_period() -> None:
         await eventually(lambda: len(h.open) == 2)
 
 
+ENDS = Change()
+"""In a script: the watch has lasted long enough."""
+
+
 class ScriptedRegistry:
     """Each watch plays one script, then fails; after the last it waits.
 
@@ -158,6 +162,8 @@ class ScriptedRegistry:
         if isinstance(script, KvloopError):
             raise script
         for change in script:
+            if change is ENDS:
+                return
             yield change
         if not self.scripts:
             await asyncio.Event().wait()
@@ -218,6 +224,22 @@ async def test_pool_goes_on_after_the_last_change_it_has_seen() -> None:
         assert registry.resumed_after == [0, 8, 9]
         h.now += 10  # what was not sent again is not forgotten
         assert h.prefill_ids() == ["b", "c"]
+
+
+async def test_a_watch_that_has_lasted_long_enough_is_no_outage() -> None:
+    registry = ScriptedRegistry(
+        [added("a", 4), synced(4), added("b", 6), ENDS],
+        [synced(6), ENDS],
+        [synced(6), added("c", 7)],
+    )
+    with capture_logs() as logs:
+        async with following(registry) as (h, follower):
+            await eventually(lambda: h.prefill_ids() == ["a", "b", "c"])
+            assert follower.connected
+    assert registry.resumed_after == [0, 6, 6]
+    assert [log["event"] for log in logs if log["event"].startswith("registry")] == [
+        "registry_synced"
+    ]
 
 
 async def test_half_of_the_first_state_is_no_place_to_resume_at() -> None:
