@@ -8,12 +8,13 @@ from pathlib import Path
 
 from tests.flow.faults.cases import Act, Case, NoCase, Step
 from tests.flow.faults.turns import GONE, PULLED, RIGHT
-from tests.flow.faults.world import IMPATIENT, Setup
+from tests.flow.faults.world import IMPATIENT, UNHEARD, Setup
 
 PAGE = Path(__file__).parents[3] / "docs" / "fault-matrix.md"
 HEADER = ["step", "what happens", "the client gets", "reuse", "its own KV", "counted besides"]
 HEADER.append("next turn")
 HANG = "hang"
+_NO_EVENT = "`NO_EVENT`"
 
 _WORDS = {"": "", "right answer": RIGHT, "nothing more": GONE, "retained": "RETAINED"}
 _EVERYWHERE = " everywhere"
@@ -43,8 +44,12 @@ def _case(
 ) -> Case:
     what, _, policy = what.partition(_POLICY)
     strike = what.removesuffix(_EVERYWHERE)
-    hangs = fault == HANG and step != Step.AT_COMMIT  # where the sidecar's patience is over first
-    setup = Setup(policy=policy) if policy else IMPATIENT if hangs else Setup()
+    if policy:
+        setup = Setup(policy=policy)
+    elif kept == _NO_EVENT:
+        setup = UNHEARD
+    else:
+        setup = IMPATIENT if fault == HANG else Setup()
     return Case(
         fault,
         Step(step),

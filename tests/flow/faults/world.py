@@ -28,6 +28,7 @@ from services.worker.settings import WorkerSettings
 from tests.flow.faults import probe
 from tests.flow.faults.life import Service
 from tests.flow.faults.link import Link
+from tests.flow.patience import HELD_UP_SECONDS
 from tests.flow.sim.engines import EngineClient, engine, poll, process
 from tests.flow.sim.jump_clock import JumpClock
 
@@ -46,12 +47,16 @@ class Setup:
 
     policy: str = "recompute"
     """What engines do with a request whose pull fails."""
-    patience_seconds: float = 15.0
+    patience_seconds: float = 30.0
     """How long the router bears a worker's silence."""
+    event_seconds: float = 30.0
+    """How long sidecars wait for the engine's word that a turn has ended."""
 
 
-IMPATIENT = Setup(patience_seconds=2.5)
+IMPATIENT = Setup(patience_seconds=HELD_UP_SECONDS)
 """For workers that hang."""
+UNHEARD = Setup(event_seconds=HELD_UP_SECONDS)
+"""For engines that never say it."""
 
 
 @dataclass
@@ -188,7 +193,9 @@ async def world(tmp_path: Path, setup: Setup) -> AsyncIterator[World]:
             for index, (client, out) in enumerate(zip(engines, ways_out, strict=True)):
                 worker_id = f"{role}-{index}"
                 front = await stack.enter_async_context(Link())
-                settings = _worker_settings(tmp_path, role, worker_id, client.url, front, out)
+                settings = _worker_settings(
+                    tmp_path, role, worker_id, client.url, front, out, setup
+                )
                 sidecar = Service(
                     partial(worker_app.build, settings, clock=clock),
                     ways_in=[front],
@@ -228,7 +235,13 @@ def _kvmeta_settings(tmp_path: Path) -> KvmetaSettings:
 
 
 def _worker_settings(
-    tmp_path: Path, role: str, worker_id: str, engine_url: str, front: Link, kvmeta: Link
+    tmp_path: Path,
+    role: str,
+    worker_id: str,
+    engine_url: str,
+    front: Link,
+    kvmeta: Link,
+    setup: Setup,
 ) -> WorkerSettings:
     values: dict[str, Any] = {
         "role": role,
@@ -239,8 +252,9 @@ def _worker_settings(
         "engine_url": engine_url,
         "events_socket": tmp_path / f"{worker_id}.sock",
         "engine_poll_seconds": 3600,
-        "event_timeout_seconds": 5,
-        "commit_timeout_seconds": 3,
+        "engine_connect_timeout_seconds": 20,
+        "event_timeout_seconds": setup.event_seconds,
+        "commit_timeout_seconds": HELD_UP_SECONDS,
         "settle_timeout_seconds": 20,
         # Longer than kvmeta is away in any case, on a busy machine, too.
         "lease_ttl_seconds": 120,
@@ -256,8 +270,9 @@ def _router_settings(kvmeta: Link, setup: Setup) -> RouterSettings:
         listen="127.0.0.1:0",
         gateway_listen="",
         kvmeta=kvmeta.address,
-        ledger_timeout_seconds=4.0,
+        ledger_timeout_seconds=HELD_UP_SECONDS,
         ledger_call_timeout_seconds=8.0,
+        connect_timeout_seconds=20.0,
         registry_retry_seconds=0.05,
         registry_retry_max_seconds=0.1,
         worker_cooldown_seconds=0.5 * _ROUTER_SLOWNESS,

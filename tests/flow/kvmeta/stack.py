@@ -16,6 +16,8 @@ from services.router.settings import RouterSettings
 from services.worker import app as worker_app
 from services.worker.settings import WorkerSettings
 from tests.contract.kvmeta_process import run_kvmeta
+from tests.flow.held_up import HeldUp, held_up
+from tests.flow.patience import PATIENT_ROUTER
 from tests.flow.sim.engines import MODEL, engine, poll
 
 # Long enough that a turn which pulls is told from one that does not.
@@ -29,11 +31,13 @@ class Turn:
     receipt: Receipt
     seconds: float
     """From the request to the end of the answer."""
+    held_up_seconds: float
+    """Of these, in which nothing ran here."""
 
     @property
     def reused(self) -> bool:
-        """Retained KV was pulled."""
-        return self.receipt.pulled_tokens > 0
+        """Retained KV was pulled, and the turn's own is retained."""
+        return self.receipt.pulled_tokens > 0 and self.receipt.retain_outcome == "RETAINED"
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Talk:
     """One conversation of a client that knows nothing of ledgers."""
 
     client: AsyncClient
+    held_up: HeldUp
     name: str
     history: list[dict[str, str]] = field(
         default_factory=lambda: [{"role": "user", "content": PREAMBLE}]
@@ -49,7 +54,7 @@ class Talk:
     async def say(self) -> Turn:
         """One turn."""
         clock = asyncio.get_running_loop().time
-        began = clock()
+        began, held_up_before = clock(), self.held_up.seconds
         done = await self.client.chat(
             self.history, model=MODEL, conversation_id=self.name, max_tokens=100
         ).collect()
@@ -58,19 +63,43 @@ class Talk:
             {"role": "assistant", "content": done.text},
             {"role": "user", "content": "go on"},
         ]
-        return Turn(done.receipt, seconds)
+        return Turn(done.receipt, seconds, self.held_up.seconds - held_up_before)
 
     async def until_reuse(self) -> Turn:
-        """Turn after turn until one pulls; bounded by the test's timeout."""
+        """Turn after turn until one pulls and is retained; bounded by the test's timeout."""
         while not (turn := await self.say()).reused:
             pass
         return turn
 
 
+@dataclass
+class Clients:
+    """Of routers to the same workers."""
+
+    usual: AsyncClient
+    """Of one with the settings that people get."""
+    patient: AsyncClient
+    """Of one that waits for the ledger where the other goes on without it."""
+    held_up: HeldUp
+
+    def talk(self, name: str) -> Talk:
+        """A conversation by way of the usual router."""
+        return Talk(self.usual, self.held_up, name)
+
+    def patient_talk(self, name: str) -> Talk:
+        """One by way of the patient router."""
+        return Talk(self.patient, self.held_up, name)
+
+
 @asynccontextmanager
-async def stack(tmp_path: Path, database_url: str) -> AsyncIterator[AsyncClient]:
-    """One prefill and one decode worker with the settings that people get, but for the guard."""
+async def stack(tmp_path: Path, database_url: str) -> AsyncIterator[Clients]:
+    """One prefill and one decode worker.
+
+    Their settings and those of the usual router are what people get, but for the guard, and
+    for the time in which a connection is made.
+    """
     async with AsyncExitStack() as exits:
+        counted = await exits.enter_async_context(held_up())
         kvmeta = await exits.enter_async_context(run_kvmeta(database_url))
         address = f"127.0.0.1:{kvmeta.port}"
         for role in ("prefill", "decode"):
@@ -84,14 +113,33 @@ async def stack(tmp_path: Path, database_url: str) -> AsyncIterator[AsyncClient]
                 "engine_url": served.url,
                 "events_socket": socket,
                 "engine_poll_seconds": 60,
+                "engine_connect_timeout_seconds": 20,
                 "grace_seconds": 0.1,
                 # Simulated engines take no time, so there is nothing to compare.
                 "pull_guard": False,
             }
             await exits.enter_async_context(worker_app.build(WorkerSettings(**values)))
-        settings = RouterSettings(
-            listen="127.0.0.1:0", gateway_listen="", kvmeta=address, shutdown_grace_seconds=0
-        )
-        router = await exits.enter_async_context(router_app.build(settings))
+        usual, patient = [
+            await exits.enter_async_context(_router(address, **more))
+            for more in ({}, PATIENT_ROUTER)
+        ]
+        yield Clients(usual, patient, counted)
+
+
+@asynccontextmanager
+async def _router(kvmeta: str, **more: Any) -> AsyncIterator[AsyncClient]:
+    """A client of a router that knows the workers."""
+    settings = RouterSettings(
+        **{
+            "listen": "127.0.0.1:0",
+            "gateway_listen": "",
+            "kvmeta": kvmeta,
+            "shutdown_grace_seconds": 0,
+            "connect_timeout_seconds": 20,
+            **more,
+        }
+    )
+    async with router_app.build(settings) as router:
         await poll(lambda: [m for m in router.pool.models() if m.prefill and m.decode])
-        yield await exits.enter_async_context(AsyncClient(f"127.0.0.1:{router.port}"))
+        async with AsyncClient(f"127.0.0.1:{router.port}") as client:
+            yield client

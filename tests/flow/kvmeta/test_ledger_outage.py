@@ -37,11 +37,10 @@ def _crash(server: PostgresServer) -> None:
 async def test_turns_recompute_while_postgresql_is_away_and_then_reuse_goes_on(
     postgres: PostgresServer, tmp_path, leave: Act, come_back: Act
 ) -> None:
-    async with stack(tmp_path, postgres.url) as client:
-        talking, silent = Talk(client, "talking"), Talk(client, "silent")
+    async with stack(tmp_path, postgres.url) as clients:
+        talking, silent = clients.talk("talking"), clients.patient_talk("silent")
         await talking.until_reuse()
         before = await silent.until_reuse()
-        assert before.receipt.retain_outcome == "RETAINED"
 
         await asyncio.to_thread(leave, postgres)
         turns = await _talk_for(talking, OUTAGE_SECONDS)
@@ -49,8 +48,9 @@ async def test_turns_recompute_while_postgresql_is_away_and_then_reuse_goes_on(
 
         assert {turn.receipt.miss_reason for turn in turns} == {"LEDGER_UNAVAILABLE"}
         assert {turn.receipt.decode_worker_id for turn in turns} == {"decode-0"}
-        assert max(turn.receipt.ttft_seconds for turn in turns) < LONGEST_TTFT_SECONDS
-        assert max(turn.seconds for turn in turns) < LONGEST_TURN_SECONDS
+        for turn in turns:
+            assert turn.receipt.ttft_seconds - turn.held_up_seconds < LONGEST_TTFT_SECONDS
+            assert turn.seconds - turn.held_up_seconds < LONGEST_TURN_SECONDS
         await talking.until_reuse()
         # What was stored before the outage has outlived it.
         after = await silent.say()

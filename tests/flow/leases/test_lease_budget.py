@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvloop.kvmeta.v1 import ledger_pb2
+from tests.flow.held_up import held_up
 from tests.flow.leases.world import World, eventually, generate, world
 from tests.flow.sim.engines import prompt
 
@@ -59,9 +58,11 @@ async def test_new_work_never_waits_for_retained_kv(tmp_path: Path) -> None:
         began = time.monotonic()
         right = await stack.right(prompt(1500, seed=9))
         alone = time.monotonic() - began  # which is longer on a machine that is busy
-        began = time.monotonic()
-        done = await generate(stack.client, prompt(1500, seed=9), "large")
-        assert time.monotonic() - began < 2.0 + 10 * alone
+        async with held_up() as counted:
+            began = time.monotonic()
+            done = await generate(stack.client, prompt(1500, seed=9), "large")
+            took = time.monotonic() - began
+        assert took - counted.seconds < 2.0 + 10 * alone
         assert list(done.token_ids) == right
         assert (stack.sample("evictions_total", reason="pressure") or 0) >= 1
         assert "c0" not in await _owners(stack)
@@ -72,21 +73,22 @@ async def test_a_share_is_kept_free_before_anyone_needs_it(tmp_path: Path) -> No
     async with world(tmp_path, **_small(**shares)) as stack:
         for number in range(4):
             await stack.first_turn(f"c{number}", seed=number)
-        # Blocks are looked at while decode works.
+        # Blocks are looked at while decode works: here for good.
         working = asyncio.ensure_future(
             generate(
                 stack.client,
                 prompt(64, seed=9),
                 "working",
-                vllm_xargs={"sim_fault": "stall;after_tokens=5;seconds=1;leg=decode"},
+                vllm_xargs={"sim_fault": "stall;after_tokens=5;leg=decode"},
             )
         )
         await eventually(lambda: stack.sample("evictions_total", reason="low"))
         await stack.decode.until(lambda state: state["blocks"]["free"] >= BLOCKS // 2)
-        await working
+        assert not working.done()
+        working.cancel()
+        await asyncio.wait([working])
 
 
-@pytest.mark.timeout(60)
 async def test_many_conversations_and_little_memory_give_right_answers_only(
     tmp_path: Path,
 ) -> None:

@@ -208,6 +208,7 @@ async def test_at_shutdown_legs_in_flight_end_and_then_the_lease(tmp_path: Path)
     async with AsyncExitStack() as around:
         vllm = await around.enter_async_context(fake_vllm())
         kvmeta = await around.enter_async_context(fake_kvmeta())
+        kvmeta.lease_seconds = 300  # which is not renewed before the worker drains
         chosen = settings(tmp_path, engine_url=vllm.url, kvmeta=kvmeta.address, grace_seconds=10)
         connecting = await around.enter_async_context(connector_of(chosen))
         life = AsyncExitStack()
