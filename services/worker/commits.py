@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -129,10 +130,11 @@ class TurnCommitter:
         return result
 
     async def _commit(self, watch: TurnWatch, conversation: Conversation) -> CommitResult:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._limits.event_timeout_seconds):
-                turn = await watch.finished()
-        except TimeoutError:
+                await watch.finished()
+        turn = watch.turn  # which may have come as patience ended
+        if turn is None:
             _log.error("finished_event_missing", turn_id=watch.turn_id)
             return CommitResult(CommitOutcome.NO_EVENT)
         if not turn.retained:
@@ -148,6 +150,8 @@ class TurnCommitter:
             async with asyncio.timeout(hold):
                 return await asyncio.shield(storing)
         except TimeoutError:
+            if storing.done():  # likewise: whatever was slow, it was not the ledger
+                return await storing
             if hold >= self._limits.commit_timeout_seconds:
                 # A short hold says nothing new: the ledger may have answered meanwhile.
                 self._ledger_is_silent = True

@@ -301,6 +301,24 @@ async def test_an_answer_that_did_not_wait_says_nothing_of_a_ledger_that_spoke_m
             answer.set()
 
 
+async def test_an_event_that_comes_as_patience_ends_counts(
+    world: _World, committer: TurnCommitter
+) -> None:
+    """As after a moment in which the process did not run: both are there at once then."""
+    asyncio.get_running_loop().call_later(0.05, world.hub.finished, ENGINE, finished())
+    assert (await world.run(committer, event=False)).outcome is CommitOutcome.COMMITTED
+
+
+async def test_an_answer_that_comes_as_patience_ends_counts(
+    world: _World, committer: TurnCommitter
+) -> None:
+    for _ in range(2):  # and the ledger is not taken to be silent
+        answer = asyncio.Event()
+        world.ledger.answers = [answer]
+        asyncio.get_running_loop().call_later(0.1, answer.set)
+        assert (await world.run(committer)).outcome is CommitOutcome.COMMITTED
+
+
 async def test_a_caller_who_leaves_before_the_event_gets_the_turn_released(
     world: _World, committer: TurnCommitter
 ) -> None:

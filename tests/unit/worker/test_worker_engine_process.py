@@ -17,6 +17,8 @@ from services.worker.engine_process import EngineProcess, start_engine
 from tests.unit.worker import fake_engine_program
 from tests.unit.worker.fakes import until
 
+pytestmark = pytest.mark.timeout(90)  # processes take their time to start
+
 PROGRAM = [sys.executable, fake_engine_program.__file__]
 ENVIRONMENT = {**os.environ, "KVLOOP_TEST": "passed on"}
 
@@ -57,7 +59,7 @@ def _pids(log: Path) -> list[int]:
 
 
 async def _started(log: Path) -> list[int]:
-    await until(lambda: _pids(log), 25)
+    await until(lambda: _pids(log), 60)
     pids = _pids(log)
     assert len(_alive(pids)) == 3
     return pids
@@ -127,7 +129,7 @@ async def test_the_log_is_kept_and_read_from_where_this_life_began(log: Path) ->
         return lines
 
     async with start_engine(PROGRAM, ENVIRONMENT, log, stop_grace_seconds=1) as process:
-        await until(lambda: "loading 20%" in seen(process), 25)
+        await until(lambda: "loading 20%" in seen(process), 60)
         assert "an earlier life" not in lines
         assert "KVLOOP_TEST=passed on" in lines
         assert "loading 10%" in lines

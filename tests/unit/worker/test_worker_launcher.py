@@ -32,6 +32,8 @@ from services.worker.launcher import (
 from services.worker.settings import WorkerSettings
 from tests.unit.worker.fakes import until
 
+pytestmark = pytest.mark.timeout(90)  # processes take their time to start
+
 
 @pytest.mark.parametrize(
     ("setting", "gpu", "platform"),
@@ -158,7 +160,7 @@ async def _started(tmp_path: Path, engine_args: str) -> tuple[list[str], list[An
     )
     with capture_logs() as logs:
         async with launch(settings):
-            await until(lambda: log.exists() and "<end>" in log.read_text(), 25)
+            await until(lambda: log.exists() and "<end>" in log.read_text(), 60)
     return log.read_text().splitlines(), logs
 
 
