@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.compose.stack import Stack
 
-_OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+_OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+_NO_REPEATS = [("grpc.enable_retries", 0)]
 _HTTP_PAUSE_SECONDS = 0.02
 _GRPC_PAUSE_SECONDS = 0.05
 _ANSWER_SECONDS = 20.0
@@ -30,8 +31,15 @@ class Knocks:
 
 
 @asynccontextmanager
-async def knocks(stack: Stack) -> AsyncIterator[Knocks]:
-    """Knock at both ports of the front while the block runs."""
+async def knocks(stack: Stack, *, repeats: bool = False) -> AsyncIterator[Knocks]:
+    """Knock at both ports of the front while the block runs.
+
+    Args:
+        stack: whose front.
+        repeats: over gRPC, as its clients do unless told otherwise: what a server says that
+            it has not seen goes to the next connection.
+    """
+    options = [*_OWN_CONNECTION, *(() if repeats else _NO_REPEATS)]
     found = Knocks()
     ending = asyncio.Event()
 
@@ -42,7 +50,7 @@ async def knocks(stack: Stack) -> AsyncIterator[Knocks]:
 
     async def over_grpc() -> None:
         target = f"127.0.0.1:{stack.grpc_port}"
-        async with grpc.aio.insecure_channel(target, options=_OWN_CONNECTION) as channel:
+        async with grpc.aio.insecure_channel(target, options=options) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=_ANSWER_SECONDS)
 
