@@ -218,6 +218,18 @@ async def _client_leaves(scene: Scene, turn: Turn | None) -> None:
     )
 
 
+async def _and_is_missed(going: Coroutine[Any, Any, None]) -> None:
+    """Wait until gRPC's clients know that kvmeta is gone.
+
+    A commit on a connection whose end they have not noticed may be stored, for all that a
+    sidecar knows: it asks until kvmeta is back, and the next turn pulls. Several short waits
+    are longer than one, for a process that is kept from running.
+    """
+    await going
+    for _ in range(10):
+        await asyncio.sleep(0.03)
+
+
 async def _kvmeta_hangs(scene: Scene, turn: Turn | None) -> None:
     for link in scene.world.kvmeta_links:
         link.hang()
@@ -254,10 +266,10 @@ _ACTS: Mapping[Act, _Doing] = {
     Act.D_REFUSES: _refuse(lambda scene: scene.decode),
     Act.P_RESTARTS: _restart(lambda scene: scene.prefill),
     Act.D_RESTARTS: _restart(lambda scene: scene.decode),
-    Act.KVMETA_KILLED: lambda scene, _: scene.world.kvmeta.kill(),
+    Act.KVMETA_KILLED: lambda scene, _: _and_is_missed(scene.world.kvmeta.kill()),
     Act.KVMETA_HANGS: _kvmeta_hangs,
     Act.KVMETA_MUTE: _kvmeta_mute,
-    Act.KVMETA_LEAVES: lambda scene, _: scene.world.kvmeta.end(),
+    Act.KVMETA_LEAVES: lambda scene, _: _and_is_missed(scene.world.kvmeta.end()),
     Act.P_SIDECAR_KILLED: lambda scene, _: scene.prefill.sidecar.kill(),
     Act.D_SIDECAR_KILLED: lambda scene, _: scene.decode.sidecar.kill(),
     Act.P_SIDECAR_LEAVES: lambda scene, _: scene.prefill.sidecar.end(),
