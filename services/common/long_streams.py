@@ -22,20 +22,17 @@ LONGEST_SECONDS = 600.0
 M = TypeVar("M")
 
 
-async def messages(
-    call: grpc.aio.UnaryStreamCall[Any, M], seconds: float = LONGEST_SECONDS
-) -> AsyncGenerator[M, None]:
+async def messages(call: grpc.aio.UnaryStreamCall[Any, M]) -> AsyncGenerator[M, None]:
     """What a stream brings until its time is up. Afterwards it is cancelled.
 
     Args:
         call: the stream.
-        seconds: how long to read it.
 
     Raises:
         KvloopError: the stream has failed.
         UnavailableError: its server has ended it.
     """
-    ends = asyncio.get_running_loop().time() + seconds
+    ends = asyncio.get_running_loop().time() + LONGEST_SECONDS
     try:
         while True:
             try:

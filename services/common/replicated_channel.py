@@ -6,7 +6,6 @@ import asyncio
 import ipaddress
 import json
 import os
-import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -93,7 +92,6 @@ async def open_replicated_channel(
     tls: TlsSource | None = None,
     *,
     look_up: LookUp = look_up,
-    clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> AsyncIterator[grpc.aio.Channel]:
     """A channel that goes round the healthy replicas behind a name, closed on exit.
@@ -108,7 +106,6 @@ async def open_replicated_channel(
             is: it is not looked up. Nor is a host to which the environment names a proxy.
         tls: how to speak TLS; without it nothing is encrypted.
         look_up: asks for the addresses of a host.
-        clock: seconds on a clock that never goes back.
         sleep: waits for some seconds.
 
     Raises:
@@ -116,7 +113,7 @@ async def open_replicated_channel(
     """
     rpc.check_target(target)
     name = _name_in(target)
-    addresses = ReplicaAddresses(*name or ("", 0), look_up=look_up, clock=clock)
+    addresses = ReplicaAddresses(*name or ("", 0), look_up=look_up)
     ways = _Ways(target, name[0] if name else "", addresses, tls)
     if name is not None:
         with suppress(TimeoutError):

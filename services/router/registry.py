@@ -40,18 +40,10 @@ class Registry(Protocol):
 
 
 class GrpcRegistry:
-    """The registry of a kvmeta service. See `Registry`.
+    """The registry of a kvmeta service. See `Registry`."""
 
-    Args:
-        channel: to kvmeta; not closed here.
-        watch_seconds: how long one watch lasts.
-    """
-
-    def __init__(
-        self, channel: grpc.aio.Channel, *, watch_seconds: float = long_streams.LONGEST_SECONDS
-    ) -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = registry_pb2_grpc.RegistryServiceStub(channel)
-        self._watch_seconds = watch_seconds
 
     async def watch(
         self, after_revision: int
@@ -60,7 +52,7 @@ class GrpcRegistry:
         call = self._stub.WatchWorkers(
             registry_pb2.WatchWorkersRequest(after_revision=after_revision)
         )
-        async with aclosing(long_streams.messages(call, self._watch_seconds)) as changes:
+        async with aclosing(long_streams.messages(call)) as changes:
             async for change in changes:
                 yield change
 

@@ -55,21 +55,17 @@ class GrpcReleaseFeed:
 
     Args:
         channel: to kvmeta; not closed here.
-        watch_seconds: how long one watch lasts.
     """
 
-    def __init__(
-        self, channel: grpc.aio.Channel, *, watch_seconds: float = long_streams.LONGEST_SECONDS
-    ) -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = ledger_pb2_grpc.LedgerServiceStub(channel)
-        self._watch_seconds = watch_seconds
 
     async def releases(self, worker_id: str, after_revision: int) -> AsyncIterator[Release]:
         """See `ReleaseFeed.releases`."""
         call = self._stub.WatchReleases(
             ledger_pb2.WatchReleasesRequest(worker_id=worker_id, after_revision=after_revision)
         )
-        async with aclosing(long_streams.messages(call, self._watch_seconds)) as messages:
+        async with aclosing(long_streams.messages(call)) as messages:
             async for message in messages:
                 yield Release(
                     revision=message.revision,

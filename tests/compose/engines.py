@@ -15,14 +15,5 @@ _COUNTERS = {
 def pulled_tokens(stack: Stack) -> int:
     """Tokens that the prefill engines have pulled so far, by vLLM's own counter."""
     name, label = _COUNTERS[stack.prefill]
-    code = (
-        "import urllib.request; "
-        f"print(urllib.request.urlopen('http://127.0.0.1:{_PORT}/metrics').read().decode())"
-    )
-    lines = [
-        line
-        for container in stack.containers(stack.prefill)
-        for line in stack.python(container, code).splitlines()
-    ]
-    pulled = [line for line in lines if line.startswith(name) and label in line]
-    return round(sum(float(line.split()[-1]) for line in pulled))
+    containers = stack.containers(stack.prefill)
+    return round(sum(stack.counted(each, _PORT, name, label) for each in containers))

@@ -190,6 +190,21 @@ class Stack:
             docker("start", *containers)
             self.until_ready(*containers)
 
+    def counted(self, container: str, port: int, name: str, label: str = "") -> float:
+        """A counter of a container now, summed up over its series.
+
+        Args:
+            container: its id.
+            port: of its metrics.
+            name: of the counter.
+            label: only series with this part in their line.
+        """
+        url = f"http://127.0.0.1:{port}/metrics"
+        code = f"import urllib.request; print(urllib.request.urlopen({url!r}).read().decode())"
+        lines = self.python(container, code).splitlines()
+        series = [line for line in lines if line.startswith(name) and label in line]
+        return sum(float(line.split()[-1]) for line in series)
+
     def python(self, container: str, code: str) -> str:
         """What a line of Python prints in a container."""
         return docker("exec", container, "python3", "-c", code)

@@ -16,10 +16,7 @@ pytestmark = pytest.mark.timeout(1200)
 _TURNS = 2
 """Of each kind of client, before and after."""
 _RELOADS = 5
-_METRICS = (
-    "import urllib.request; "
-    "print(urllib.request.urlopen('http://127.0.0.1:9200/metrics').read().decode())"
-)
+_KVMETA_METRICS_PORT = 9200
 
 
 @pytest.mark.parametrize("service", ["router", "kvmeta", "prefill", "decode"])
@@ -70,25 +67,19 @@ async def test_routers_are_added_and_taken_away_and_no_request_fails(sim_stack: 
 async def test_a_kvmeta_that_is_added_gets_its_share_and_is_taken_away_again(
     sim_stack: Stack,
 ) -> None:
+    takes = (_KVMETA_METRICS_PORT, "kvloop_kvmeta_takes_total")
     async with load(sim_stack, "sim", "scaled-kvmeta") as tally:
         with ExitStack() as scaled:
             await tally.more(_TURNS)
             (added,) = await asyncio.to_thread(scaled.enter_context, sim_stack.scaled("kvmeta", 3))
             await asyncio.to_thread(sim_stack.until_ready, added)
-            while not await asyncio.to_thread(_takes, sim_stack, added):
+            while not await asyncio.to_thread(sim_stack.counted, added, *takes):
                 await tally.more(1)
             await asyncio.to_thread(scaled.close)
         await tally.more(_TURNS)
 
     assert tally.failures == []
     assert "LEDGER_UNAVAILABLE" not in tally.reasons
-
-
-def _takes(stack: Stack, kvmeta: str) -> float:
-    """How many turns a kvmeta has been asked for so far, by its own metrics."""
-    text = stack.python(kvmeta, _METRICS)
-    lines = [line for line in text.splitlines() if line.startswith("kvloop_kvmeta_takes_total")]
-    return sum(float(line.split()[-1]) for line in lines)
 
 
 async def test_the_front_takes_a_new_configuration_and_no_request_fails(sim_stack: Stack) -> None:

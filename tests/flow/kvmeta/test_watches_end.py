@@ -17,16 +17,20 @@ from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc, registry_pb2
 from services.common import long_streams
 from services.kvmeta import app as kvmeta_app
 from services.kvmeta.settings import KvmetaSettings
-from services.router.registry import GrpcRegistry as WatchedRegistry
+from services.router.registry import GrpcRegistry
 from services.worker.ledger import Commit, Conversation, GrpcLedger
-from services.worker.registry import GrpcRegistry
 from services.worker.releases import GrpcReleaseFeed
-from services.worker.worker_record import worker_record
-from tests.unit.worker.fakes import ENGINE, PARAMS, hello
+from tests.flow.worker.registered import register_decode
+from tests.unit.worker.fakes import ENGINE, PARAMS
 
 _WORKER = "decode-0"
 _SHORT_WHILE = 0.03
 _SETTINGS = KvmetaSettings(listen="127.0.0.1:0", database_url="memory:")
+
+
+@pytest.fixture
+def short_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_streams, "LONGEST_SECONDS", _SHORT_WHILE)
 
 
 @asynccontextmanager
@@ -36,18 +40,6 @@ async def _kvmeta() -> AsyncIterator[grpc.aio.Channel]:
         rpc.open_channel(f"127.0.0.1:{kvmeta.port}") as channel,
     ):
         yield channel
-
-
-async def _register(channel: grpc.aio.Channel, worker_id: str) -> None:
-    record = worker_record(
-        hello(),
-        role="decode",
-        worker_id=worker_id,
-        address="127.0.0.1:7400",
-        model="tiny",
-        prepared_legs=0,
-    )
-    await GrpcRegistry(channel).register(record, ttl_seconds=300)
 
 
 async def _leave_and_end(channel: grpc.aio.Channel, name: str) -> None:
@@ -69,7 +61,7 @@ async def _leave_and_end(channel: grpc.aio.Channel, name: str) -> None:
     await ledger.ReleaseConversation(ledger_pb2.ReleaseConversationRequest(key=key))
 
 
-async def test_releases() -> None:
+async def test_releases(short_watches: None) -> None:
     names = [f"conversation-{number}" for number in range(40)]
     heard: list[bytes] = []
     asked_after: list[int] = []
@@ -83,8 +75,8 @@ async def test_releases() -> None:
                 revision = release.revision
 
     async with _kvmeta() as channel, asyncio.TaskGroup() as tasks:
-        await _register(channel, _WORKER)
-        tasks.create_task(listen(GrpcReleaseFeed(channel, watch_seconds=_SHORT_WHILE)))
+        await register_decode(channel, _WORKER)
+        tasks.create_task(listen(GrpcReleaseFeed(channel)))
         for name in names:
             await _leave_and_end(channel, name)
             await asyncio.sleep(_SHORT_WHILE / 4)
@@ -93,12 +85,12 @@ async def test_releases() -> None:
     assert len(asked_after) > 1
 
 
-async def test_workers() -> None:
+async def test_workers(short_watches: None) -> None:
     workers = [f"decode-{number}" for number in range(20)]
     heard: list[str] = []
     asked_after: list[int] = []
 
-    async def listen(registry: WatchedRegistry) -> None:
+    async def listen(registry: GrpcRegistry) -> None:
         revision = 0
         while len(heard) < len(workers):
             asked_after.append(revision)
@@ -109,9 +101,9 @@ async def test_workers() -> None:
                         heard.append(change.worker.worker_id)
 
     async with _kvmeta() as channel, asyncio.TaskGroup() as tasks:
-        tasks.create_task(listen(WatchedRegistry(channel, watch_seconds=_SHORT_WHILE)))
+        tasks.create_task(listen(GrpcRegistry(channel)))
         for worker in workers:
-            await _register(channel, worker)
+            await register_decode(channel, worker)
             await asyncio.sleep(_SHORT_WHILE / 4)
 
     assert heard == workers

@@ -18,10 +18,9 @@ from services.kvmeta.settings import KvmetaSettings
 from services.worker.event_messages import EngineRef
 from services.worker.ledger import Commit, Conversation, GrpcLedger
 from services.worker.pin_ledger import GrpcPinLedger, PinLedger, PinReport, PinVerdict, Verdict
-from services.worker.registry import GrpcRegistry
-from services.worker.worker_record import worker_record
+from tests.flow.worker.registered import register_decode
 from tests.unit.worker.fake_pin_ledger import FakePinLedger
-from tests.unit.worker.fakes import ENGINE, PARAMS, hello
+from tests.unit.worker.fakes import ENGINE, PARAMS
 
 WORKER = "decode-0"
 LEASE = 60.0
@@ -103,15 +102,7 @@ async def _real() -> AsyncIterator[_RealWorld]:
     async with kvmeta_app.build(settings) as kvmeta:
         address = f"127.0.0.1:{kvmeta.port}"
         async with rpc.open_channel(address) as channel:
-            record = worker_record(
-                hello(),
-                role="decode",
-                worker_id=WORKER,
-                address="127.0.0.1:7400",
-                model="tiny",
-                prepared_legs=0,
-            )
-            await GrpcRegistry(channel).register(record, ttl_seconds=300)
+            await register_decode(channel, WORKER)
             yield _RealWorld(channel)
 
 

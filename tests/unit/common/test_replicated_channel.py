@@ -4,49 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import grpc
 
-from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
 from services.common.replicated_channel import open_replicated_channel
-from services.common.rpc_server import Drain, serve
+from services.common.rpc_server import Drain
 from tests.free_ports import held_port
+from tests.unit.common.numbered_ledgers import ask, serving
 
 
-class _Ledger(ledger_pb2_grpc.LedgerServiceServicer):
-    """Says in each answer which replica it is."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    async def TakeHandle(self, request, context):
-        return ledger_pb2.TakeHandleResponse(turn=self._number)
-
-
-@asynccontextmanager
-async def _replica(number: int, drain: Drain) -> AsyncIterator[int]:
-    servicer = _Ledger(number)  # type: ignore[abstract]
-    async with serve(
-        f"127.0.0.1:{held_port()}",
-        lambda server: ledger_pb2_grpc.add_LedgerServiceServicer_to_server(servicer, server),
-        [],
-        grace_seconds=5,
-        drain=drain,
-    ) as port:
-        yield port
+def _replica(number: int, drain: Drain) -> AbstractAsyncContextManager[int]:
+    return serving(number, f"127.0.0.1:{held_port()}", drain, [])
 
 
 def _name_of(*ports: int) -> str:
     """One target of several addresses, as a DNS name would give."""
     return "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
-
-
-async def _ask(stub: Any, times: int) -> Counter[int]:
-    request = ledger_pb2.TakeHandleRequest()
-    return Counter([(await stub.TakeHandle(request)).turn for _ in range(times)])
 
 
 async def test_calls_go_round_the_replicas() -> None:
@@ -55,11 +29,10 @@ async def test_calls_go_round_the_replicas() -> None:
         _replica(2, Drain()) as second,
         open_replicated_channel(_name_of(first, second)) as channel,
     ):
-        stub = ledger_pb2_grpc.LedgerServiceStub(channel)
         async with asyncio.timeout(20):
-            while (await _ask(stub, 4)).keys() != {1, 2}:  # the second may connect later
+            while (await ask(channel, 4)).keys() != {1, 2}:  # the second may connect later
                 pass
-        assert await _ask(stub, 10) == {1: 5, 2: 5}
+        assert await ask(channel, 10) == {1: 5, 2: 5}
 
 
 async def test_no_call_fails_while_a_replica_leaves() -> None:
@@ -67,7 +40,7 @@ async def test_no_call_fails_while_a_replica_leaves() -> None:
 
     async def until_clients_have_turned(seconds: float) -> None:
         async with asyncio.timeout(20):
-            while 1 in await _ask(stub, 4):
+            while 1 in await ask(channel, 4):
                 pass
 
     async with AsyncExitStack() as stack:
@@ -78,15 +51,14 @@ async def test_no_call_fails_while_a_replica_leaves() -> None:
             channel = await stack.enter_async_context(
                 open_replicated_channel(_name_of(port, other))
             )
-            stub = ledger_pb2_grpc.LedgerServiceStub(channel)
             async with asyncio.timeout(20):
-                while (await _ask(stub, 4)).keys() != {1, 2}:
+                while (await ask(channel, 4)).keys() != {1, 2}:
                     pass
 
             async def keep_asking() -> Counter[int]:
                 seen: Counter[int] = Counter()
                 while not left.is_set():
-                    seen += await _ask(stub, 1)
+                    seen += await ask(channel, 1)
                 return seen
 
             async with asyncio.TaskGroup() as tasks:
@@ -95,7 +67,7 @@ async def test_no_call_fails_while_a_replica_leaves() -> None:
                 left.set()
         answered = sum((task.result() for task in asking), Counter())
         assert answered[2] > 0
-        assert await _ask(stub, 4) == {2: 4}
+        assert await ask(channel, 4) == {2: 4}
 
 
 async def test_calls_fail_at_once_when_the_only_replica_is_leaving() -> None:
@@ -105,7 +77,7 @@ async def test_calls_fail_at_once_when_the_only_replica_is_leaving() -> None:
         async with asyncio.timeout(20):
             while not codes:
                 try:
-                    await _ask(stub, 1)
+                    await ask(channel, 1)
                 except grpc.aio.AioRpcError as error:
                     codes.append(error.code())
 
@@ -113,8 +85,7 @@ async def test_calls_fail_at_once_when_the_only_replica_is_leaving() -> None:
     async with AsyncExitStack() as stack:
         port = await stack.enter_async_context(_replica(1, drain))
         async with open_replicated_channel(_name_of(port)) as channel:
-            stub = ledger_pb2_grpc.LedgerServiceStub(channel)
-            assert await _ask(stub, 2) == {1: 2}
+            assert await ask(channel, 2) == {1: 2}
             await stack.aclose()
 
     assert codes == [grpc.StatusCode.UNAVAILABLE]

@@ -13,27 +13,15 @@ import grpc
 import pytest
 
 from kvloop.errors import InvalidFieldError
-from kvloop.kvmeta.v1 import ledger_pb2, ledger_pb2_grpc
 from services.common.replicated_channel import has_proxy, open_replicated_channel
-from services.common.rpc_server import Drain, serve
+from services.common.rpc_server import Drain
 from tests.flow.sim.engines import poll
 from tests.free_ports import held_port
+from tests.unit.common.numbered_ledgers import ask, serving
 
 pytestmark = pytest.mark.timeout(90)
 
 _SHORT_WHILE = 0.01
-
-
-class _Ledger(ledger_pb2_grpc.LedgerServiceServicer):
-    """Says in each answer which replica it is."""
-
-    def __init__(self, number: int, answered: list[int]) -> None:
-        self._number = number
-        self._answered = answered
-
-    async def TakeHandle(self, request, context):
-        self._answered.append(self._number)
-        return ledger_pb2.TakeHandleResponse(turn=self._number)
 
 
 class _Replicas:
@@ -56,19 +44,10 @@ class _Replicas:
         return {f"127.0.0.{number}" for number in self.found}
 
     async def start(self, number: int) -> None:
-        servicer = _Ledger(number, self.answered)  # type: ignore[abstract]
         stack = AsyncExitStack()
-        await stack.enter_async_context(
-            serve(
-                f"127.0.0.{number}:{self.port}",
-                lambda server: ledger_pb2_grpc.add_LedgerServiceServicer_to_server(
-                    servicer, server
-                ),
-                [],
-                grace_seconds=5,
-                drain=Drain(1, sleep=lambda _: self._turned_away_from(number)),
-            )
-        )
+        drain = Drain(1, sleep=lambda _: self._turned_away_from(number))
+        address = f"127.0.0.{number}:{self.port}"
+        await stack.enter_async_context(serving(number, address, drain, self.answered))
         self._running[number] = stack
         self.found.add(number)
 
@@ -108,23 +87,17 @@ async def replicas() -> AsyncIterator[_Replicas]:
     await replicas.aclose()
 
 
-async def _ask(channel: grpc.aio.Channel, times: int) -> Counter[int]:
-    stub: Any = ledger_pb2_grpc.LedgerServiceStub(channel)
-    request = ledger_pb2.TakeHandleRequest()
-    return Counter([(await stub.TakeHandle(request)).turn for _ in range(times)])
-
-
 async def _until_answered_by(channel: grpc.aio.Channel, *numbers: int) -> None:
     """Make calls until these replicas answer, and no others; none may fail."""
     async with asyncio.timeout(60):
-        while (await _ask(channel, 2 * len(numbers))).keys() != {*numbers}:
+        while (await ask(channel, 2 * len(numbers))).keys() != {*numbers}:
             pass
 
 
 async def test_a_replica_that_is_added_gets_calls(replicas: _Replicas) -> None:
     await replicas.start(1)
     async with replicas.opened() as channel:
-        assert await _ask(channel, 4) == {1: 4}
+        assert await ask(channel, 4) == {1: 4}
         await replicas.start(2)
         await _until_answered_by(channel, 1, 2)
 
@@ -146,7 +119,7 @@ async def test_one_that_was_away_at_a_look_up_is_called_when_it_is_back(
             replicas.asking = True
             leaving = tasks.create_task(replicas.stop(1))
             while not leaving.done():
-                await _ask(channel, 1)
+                await ask(channel, 1)
             replicas.asking = False
 
 
@@ -155,16 +128,16 @@ async def test_a_replica_that_starts_anew_at_another_address_is_found(
 ) -> None:
     await replicas.start(1)
     async with replicas.opened() as channel:
-        assert await _ask(channel, 1) == {1: 1}
+        assert await ask(channel, 1) == {1: 1}
         await replicas.stop(1)
         with pytest.raises(grpc.aio.AioRpcError):
-            await _ask(channel, 1)
+            await ask(channel, 1)
         await replicas.start(3)
         answered: Counter[int] = Counter()
         async with asyncio.timeout(60):
             while not answered:
                 with suppress(grpc.aio.AioRpcError):  # not found yet
-                    answered = await _ask(channel, 1)
+                    answered = await ask(channel, 1)
         assert answered == {3: 1}
 
 
@@ -217,7 +190,7 @@ async def test_a_system_without_threads_to_spare_changes_nothing(replicas: _Repl
     async with replicas.opened() as channel:
         replicas.error = RuntimeError("can't start new thread")
         await replicas.have_looked(3)
-        assert await _ask(channel, 1) == {1: 1}
+        assert await ask(channel, 1) == {1: 1}
         replicas.error = None
         await replicas.start(2)
         await _until_answered_by(channel, 1, 2)
@@ -238,7 +211,7 @@ async def test_a_name_server_that_hangs_does_not_keep_the_channel_from_opening()
     async with _replicas_on_localhost() as port:
         target = f"localhost:{port}"
         async with open_replicated_channel(target, look_up=hang) as channel:
-            assert await _ask(channel, 1) == {1: 1}
+            assert await ask(channel, 1) == {1: 1}
 
 
 @asynccontextmanager
@@ -257,7 +230,7 @@ async def test_an_address_is_not_looked_up(replicas: _Replicas, host: str) -> No
         look_up=replicas.look_up,
         sleep=lambda seconds: asyncio.sleep(0),
     ) as channel:
-        assert await _ask(channel, 3) == {1: 3}
+        assert await ask(channel, 3) == {1: 3}
     assert replicas.looks == 0
 
 
@@ -284,7 +257,7 @@ async def test_a_name_with_a_proxy_is_not_looked_up(
     await replicas.start(1)
     async with replicas.opened() as channel:
         with pytest.raises(grpc.aio.AioRpcError, match=r"127\.0\.0\.1:1"):
-            await _ask(channel, 1)
+            await ask(channel, 1)
     assert replicas.looks == 0
 
 
@@ -295,7 +268,7 @@ async def test_addresses_of_a_name_without_a_proxy_have_none_either(
     monkeypatch.setenv("no_proxy", "kvmeta")
     await replicas.start(1)
     async with replicas.opened() as channel:
-        assert await _ask(channel, 1) == {1: 1}
+        assert await ask(channel, 1) == {1: 1}
 
 
 async def test_a_url_is_no_target() -> None:

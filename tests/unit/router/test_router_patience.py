@@ -11,7 +11,7 @@ import pytest
 from kvloop.errors import UnavailableError
 from services.router.failures import params_unused, worker_is_down
 from services.router.patience import Patience, SilenceGuard, silent
-from tests.unit.router.leaping_loop import leaping
+from tests.unit.leaping_loop import leaping
 
 PATIENCE = Patience(
     prefill_seconds=60, first_chunk_seconds=300, next_chunk_seconds=30, prompt_bytes_per_second=4000

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from tests.unit.router.leaping_loop import LeapingLoop
+from tests.unit.leaping_loop import LeapingLoop
 
 
 def pytest_asyncio_loop_factories(
